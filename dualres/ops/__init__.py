@@ -1,0 +1,37 @@
+"""The operators of the residual pathways. What runs for which device is decided here and nowhere else."""
+
+import functools
+from collections.abc import Callable
+from typing import TypeVar, cast
+
+import torch
+
+from dualres.ops import reference
+
+Op = TypeVar("Op", bound=Callable[..., object])
+
+
+def _full_precision(op: Op) -> Op:
+    """`op` with autocast off: depth scores and gates are float32 also inside a bfloat16 autocast region."""
+
+    @functools.wraps(op)
+    def call(*args: object) -> object:
+        first = args[0]
+        device = (first if isinstance(first, torch.Tensor) else cast(tuple[torch.Tensor, ...], first)[0]).device.type
+        if not torch.amp.is_autocast_available(device):
+            return op(*args)
+        with torch.autocast(device, enabled=False):
+            return op(*args)
+
+    return cast(Op, call)
+
+
+depth_weights = _full_precision(reference.depth_weights)
+prefix = _full_precision(reference.prefix)
+merge = _full_precision(reference.merge)
+gate_logits = _full_precision(reference.gate_logits)
+mix = _full_precision(reference.mix)
+transport = _full_precision(reference.transport)
+gated_write = _full_precision(reference.gated_write)
+sinkhorn = _full_precision(reference.sinkhorn)
+mix_streams = _full_precision(reference.mix_streams)
