@@ -1,0 +1,205 @@
+"""Configs: what a model, its residual pathway and its training are, as frozen dataclasses that check themselves.
+
+Every key is described in docs/configuration.md. dualres/experiment.py reads them from YAML.
+"""
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+class ConfigError(ValueError):
+    """A config that cannot work: the message names the field, the value and the remedy."""
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """The routed experts that replace the feed-forward of every layer."""
+
+    experts: int
+    active: int
+    expert_width: int
+    aux_coefficient: float = 0.01
+
+    def __post_init__(self) -> None:
+        _positive(self, "model.moe", "experts", "active", "expert_width")
+        if self.active > self.experts:
+            raise ConfigError(
+                f"model.moe.active={self.active} exceeds model.moe.experts={self.experts}: "
+                f"use at most {self.experts} active experts"
+            )
+        if self.aux_coefficient < 0:
+            raise ConfigError(f"model.moe.aux_coefficient={self.aux_coefficient} is negative: use 0 or more")
+        _multiple_of_8("model.moe.expert_width", self.expert_width)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The decoder without its residual pathway."""
+
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    ffn_width: int | None = None
+    vocab_size: int = 131_072
+    context: int = 4096
+    tied_embeddings: bool = True
+    embedding_width: int | None = None
+    rope_base: float = 10_000.0
+    norm_eps: float = 1e-6
+    init_std: float = 0.02
+    moe: MoEConfig | None = None
+
+    def __post_init__(self) -> None:
+        _positive(self, "model", "layers", "width", "heads", "kv_heads", "vocab_size", "context", "rope_base")
+        if self.width % self.heads:
+            raise ConfigError(
+                f"model.width={self.width} is not divisible by model.heads={self.heads}: "
+                f"use heads {_divisors(self.width)}"
+            )
+        if self.heads % self.kv_heads:
+            raise ConfigError(
+                f"model.heads={self.heads} is not divisible by model.kv_heads={self.kv_heads}: "
+                f"use kv_heads {_divisors(self.heads)}"
+            )
+        if self.head_width % 2:
+            raise ConfigError(
+                f"model.width={self.width} over model.heads={self.heads} gives heads of odd width {self.head_width}, "
+                f"which rotary positions cannot split: use a width that is a multiple of {2 * self.heads}"
+            )
+        if self.norm_eps < 0:
+            raise ConfigError(f"model.norm_eps={self.norm_eps} is negative: use a small positive number such as 1e-6")
+        if self.init_std <= 0:
+            raise ConfigError(f"model.init_std={self.init_std} is not positive: use a number such as 0.02")
+        if self.embedding_width is not None:
+            _positive(self, "model", "embedding_width")
+        if self.moe is None:
+            if self.ffn_width is None:
+                raise ConfigError(
+                    "model.ffn_width is missing: set it for a dense model, or set model.moe for a sparse one"
+                )
+            _positive(self, "model", "ffn_width")
+        else:
+            if self.ffn_width is not None:
+                raise ConfigError(
+                    f"model.ffn_width={self.ffn_width} and model.moe are both set: remove ffn_width for a sparse "
+                    "model (its experts have model.moe.expert_width), or moe for a dense one"
+                )
+            _multiple_of_8("model.width", self.width)
+
+    @property
+    def head_width(self) -> int:
+        """The width of one attention head."""
+        return self.width // self.heads
+
+
+@dataclass(frozen=True)
+class ResidualConfig:
+    """The residual method and its options; an option left None takes the method's default (residual/registry.py)."""
+
+    method: str
+    layers_per_block: float | None = None
+    sets: Literal["block", "branch"] | None = None
+    streams: int | None = None
+    gate_scale: float | None = None
+    rho_bias: float | None = None
+    sinkhorn_steps: int | None = None
+    value_rank: int | None = None
+
+    def __post_init__(self) -> None:
+        k = self.layers_per_block
+        if k is not None and (k <= 0 or 2 * k != int(2 * k)):
+            raise ConfigError(
+                f"residual.layers_per_block={k} does not cut between branches: use 0.5 (one branch), 1, 1.5, 2, …"
+            )
+        if self.sets not in (None, "block", "branch"):
+            raise ConfigError(f"residual.sets={self.sets!r} is unknown: use block or branch")
+        for name in ("streams", "sinkhorn_steps"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"residual.{name}={value} is not positive: use 1 or more")
+        if self.value_rank is not None and self.value_rank < 0:
+            raise ConfigError(f"residual.value_rank={self.value_rank} is negative: use 0 (a full matrix) or a rank")
+
+    def options(self) -> dict[str, object]:
+        """The method's options that were given, without the block size."""
+        given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return {k: v for k, v in given.items() if v is not None and k not in ("method", "layers_per_block")}
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How the paper spread the model over its GPUs."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    expert: int = 1
+    context: int = 1
+    sequence_parallel: bool = False
+    zero_stage: int = 0
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """The training recipe. Tokens per step are `global_batch` × `model.context`."""
+
+    dataset: str
+    tokens: int
+    micro_batch: int
+    global_batch: int
+    learning_rate: float
+    min_learning_rate: float
+    warmup_steps: int
+    weight_decay: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.95)
+    adam_eps: float = 1e-8
+    clip: float = 1.0
+    validation_tokens: int = 10_000_000
+    seed: int = 42
+    precision: Literal["bf16", "fp32"] = "bf16"
+    compile: Literal["off", "default", "max-autotune"] = "off"
+    recompute: Literal["none", "selective", "full"] = "none"
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+
+    def __post_init__(self) -> None:
+        _positive(self, "train", "tokens", "micro_batch", "global_batch", "learning_rate", "clip", "validation_tokens")
+        if self.global_batch % self.micro_batch:
+            raise ConfigError(
+                f"train.global_batch={self.global_batch} is not divisible by train.micro_batch={self.micro_batch}: "
+                f"use micro_batch {_divisors(self.global_batch)}"
+            )
+        if not 0 <= self.min_learning_rate <= self.learning_rate:
+            raise ConfigError(
+                f"train.min_learning_rate={self.min_learning_rate} is not between 0 and "
+                f"train.learning_rate={self.learning_rate}: use a tenth of it, {self.learning_rate / 10:g}"
+            )
+
+
+@dataclass(frozen=True)
+class Config:
+    """One experiment."""
+
+    model: ModelConfig
+    residual: ResidualConfig
+    train: TrainConfig
+
+
+def _positive(config: object, where: str, *keys: str) -> None:
+    for key in keys:
+        if getattr(config, key) <= 0:
+            raise ConfigError(f"{where}.{key}={getattr(config, key)} is not positive: use 1 or more")
+
+
+def _multiple_of_8(where: str, value: int) -> None:
+    if value % 8:
+        raise ConfigError(
+            f"{where}={value} is not a multiple of 8, and the experts' grouped matrix product reads rows in units of "
+            f"16 bytes: use {value // 8 * 8 or 8} or {(value // 8 + 1) * 8}"
+        )
+
+
+def _divisors(n: int) -> str:
+    """The divisors of n as text: '1, 2, 5 or 10'."""
+    found = [str(k) for k in range(1, n + 1) if n % k == 0]
+    return f"{', '.join(found[:-1])} or {found[-1]}" if len(found) > 1 else found[0]

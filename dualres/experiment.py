@@ -1,0 +1,124 @@
+"""Experiments: one scale and one residual, read from YAML, with overrides from the command line."""
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import yaml
+
+from dualres.config import Config, ConfigError
+
+_PACKAGE = Path(__file__).parent
+# Inside the package when installed, beside it in a checkout.
+CONFIGS = next((p for p in (_PACKAGE / "configs", _PACKAGE.parent / "configs") if p.is_dir()), _PACKAGE / "configs")
+
+T = TypeVar("T")
+
+
+def load_config(scale: str, residual: str, overrides: Sequence[str] = ()) -> Config:
+    """The experiment SCALE × RESIDUAL: names from `configs/`, or paths of YAML files, then `key.path=value` overrides.
+
+    The scale may carry a `residual` section with the block size of that scale; the residual's own file wins over it.
+    """
+    data = _read("scale", scale)
+    _merge(data, {"residual": _read("residual", residual)})
+    for override in overrides:
+        path, equals, text = override.partition("=")
+        if not equals or not path:
+            raise ConfigError(f"override {override!r} is not of the form key.path=value: write model.layers=8")
+        value: Any = yaml.safe_load(text)
+        for key in reversed(path.split(".")):
+            value = {key: value}
+        _merge(data, value)
+    return _build(Config, data, "")
+
+
+def names(kind: Literal["scale", "residual"]) -> list[str]:
+    """The configs that ship with dualres, by name."""
+    return sorted(path.stem for path in (CONFIGS / kind).glob("*.yaml"))
+
+
+def _read(kind: Literal["scale", "residual"], name: str) -> dict[str, Any]:
+    """One YAML file; a key `base` names another of the same kind, over which it is laid."""
+    path = Path(name) if name.endswith((".yaml", ".yml")) else CONFIGS / kind / f"{name}.yaml"
+    if not path.is_file():
+        close = difflib.get_close_matches(name, names(kind), 1)
+        hint = f"did you mean {close[0]}? " if close else ""
+        raise ConfigError(f"no {kind} {name!r}: {hint}use one of {', '.join(names(kind))}, or the path of a YAML file")
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from None
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path} holds no mapping: write key: value lines as in configs/{kind}/")
+    base = data.pop("base", None)
+    if base is None:
+        return data
+    under = _read(kind, base)
+    _merge(under, data)
+    return under
+
+
+def _merge(into: dict[str, Any], over: Mapping[str, Any]) -> None:
+    """Lay `over` on `into`, section by section."""
+    for key, value in over.items():
+        if isinstance(value, Mapping) and isinstance(into.get(key), dict):
+            _merge(into[key], value)
+        else:
+            into[key] = value
+
+
+def _build(kind: type[T], data: Mapping[str, Any], where: str) -> T:
+    """The dataclass `kind` from a mapping; unknown, missing and mistyped keys are refused by name."""
+    hints = typing.get_type_hints(kind)
+    fields = {f.name: f for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    for key in data:
+        if key not in fields:
+            close = difflib.get_close_matches(str(key), fields, 1)
+            remedy = f"did you mean {where}{close[0]}?" if close else f"use one of {', '.join(fields)}"
+            raise ConfigError(f"unknown key {where}{key}={data[key]!r}: {remedy}")
+    for name, f in fields.items():
+        required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+        if required and name not in data:
+            raise ConfigError(f"{where}{name} is missing: set it in the file or with --set {where}{name}=…")
+    return kind(**{key: _convert(hints[key], value, f"{where}{key}") for key, value in data.items()})
+
+
+def _convert(hint: Any, value: Any, where: str) -> Any:
+    """`value` as the type `hint` asks for. YAML reads 3e-4 as text and 2.0e9 as a float; both are numbers here."""
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):  # X | None
+        return None if value is None else _convert(typing.get_args(hint)[0], value, where)
+    if dataclasses.is_dataclass(hint):
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{where}={value!r} is not a section: write {where}.KEY=VALUE")
+        return _build(typing.cast(type, hint), value, f"{where}.")
+    if typing.get_origin(hint) is Literal:
+        # YAML 1.1 reads a bare `off` as false.
+        text = {False: "off", True: "on"}.get(value, value) if isinstance(value, bool) else value
+        if text not in typing.get_args(hint):
+            raise ConfigError(f"{where}={value!r} is unknown: use {' or '.join(map(str, typing.get_args(hint)))}")
+        return text
+    if typing.get_origin(hint) is tuple:
+        items = typing.get_args(hint)
+        if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != len(items):
+            raise ConfigError(f"{where}={value!r} is not a list of {len(items)} numbers: write [0.9, 0.95]")
+        return tuple(_convert(h, v, where) for h, v in zip(items, value, strict=True))
+    if hint is bool and isinstance(value, bool):
+        return value
+    if hint is str and isinstance(value, str):
+        return value
+    if hint in (int, float) and not isinstance(value, bool):
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            number = float("nan")
+        if hint is float and number == number:
+            return number
+        if hint is int and number == number and abs(number) != float("inf") and number == int(number):
+            return value if isinstance(value, int) else int(number)
+    wanted = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}[hint]
+    raise ConfigError(f"{where}={value!r} is not {wanted}: give {wanted}")
