@@ -1,0 +1,83 @@
+"""Attention Residuals: one stream; a branch reads a softmax over earlier states, chosen by a learned query."""
+# B batch  T tokens  D width  J stored streams
+
+import torch
+from torch import Tensor, nn
+
+from dualres.residual.pathway import Place
+from dualres.residual.retrieval import Retrieving, State
+from dualres.residual.route import SINGLE, VALUE_PROJECTED, Route
+
+
+class AttnRes(Retrieving):
+    """h = Σ_r π_r v_r with π ∝ exp(q · Norm(k_r)); the live state is the sum of the block's branch outputs.
+
+    With one branch per block it is the paper's full form, where every branch output is a candidate of its own.
+    """
+
+    def __init__(self, dim: int, place: Place, *, eps: float, route: Route = SINGLE):
+        super().__init__(dim, place, eps=eps, route=route)
+
+    def read(self, state: State, i: int) -> tuple[Tensor, State]:
+        """h_l = Σ_r π_{r→l} v_r"""
+        return self.retrieve(state, i)[0], state
+
+    def write(self, state: State, i: int, update: Tensor) -> State:
+        """P^i = P^{i−1} + u"""
+        written = self.stored(i, update.to(state.retrieved.dtype))
+        return state._replace(live=written if state.live is None else state.live + written)
+
+    def stored(self, i: int, update: Tensor) -> Tensor:
+        """The output of branch i in the form that states are stored in. (B,T,D) -> (J,B,T,D)"""
+        return update.unsqueeze(0)
+
+
+class ValueProjected(AttnRes):
+    """AttnRes + VProj: states are stored as (v, W v); the first is scored, the second returned.
+
+    Each branch output has a map W of its own, the embedding has none.
+    """
+
+    def __init__(self, dim: int, place: Place, *, eps: float, value_rank: int):
+        super().__init__(dim, place, eps=eps, route=VALUE_PROJECTED)
+        self.maps = nn.ModuleList(FullMap(dim) if value_rank == 0 else LowRankMap(dim, value_rank) for _ in place.sets)
+
+    def stored(self, i: int, update: Tensor) -> Tensor:
+        """[u, W_i u]"""
+        return torch.stack([update, self.maps[i](update).to(update.dtype)])
+
+
+class FullMap(nn.Module):
+    """W v with a d×d matrix that starts as the identity."""
+
+    def __init__(self, dim: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(dim, dim))
+        self.reset_parameters()
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """W = I"""
+        nn.init.eye_(self.weight)
+
+    def forward(self, value: Tensor) -> Tensor:
+        """(B,T,D) -> (B,T,D)"""
+        return nn.functional.linear(value, self.weight)
+
+
+class LowRankMap(nn.Module):
+    """(I + B A) v with A of `rank` rows; it starts as the identity, B = 0."""
+
+    def __init__(self, dim: int, rank: int):
+        super().__init__()
+        self.down = nn.Parameter(torch.empty(rank, dim))
+        self.up = nn.Parameter(torch.empty(dim, rank))
+        self.reset_parameters()
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """A ~ N(0, 0.02), B = 0"""
+        nn.init.normal_(self.down, std=0.02, generator=generator)
+        nn.init.zeros_(self.up)
+
+    def forward(self, value: Tensor) -> Tensor:
+        """(B,T,D) -> (B,T,D)"""
+        return value + nn.functional.linear(nn.functional.linear(value, self.down), self.up)

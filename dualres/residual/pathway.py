@@ -1,0 +1,83 @@
+"""The interface of a residual pathway: how one block of branches reads and writes the residual streams.
+
+A network is a recurrence over block states: H_0 is the embedding in J streams, H_b = Block_b(H_0 … H_{b-1}),
+and a readout turns H_0 … H_N into the output.
+"""
+# B batch  T tokens  D width  J streams  S branches
+
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+History = tuple[Tensor, ...]  # H_0 … H_{b-1}; each (J,B,T,D), contiguous, never changed in place
+
+
+class Place(NamedTuple):
+    """Where a block stands in its network: all that a pathway must know to create its parameters."""
+
+    history: int  # how many states H_0 … H_{b-1} it sees
+    sets: tuple[int, ...]  # the parameter set of each of its S branches, numbered from 0 in order of first use
+
+    @property
+    def branches(self) -> int:
+        """S, the number of branches of the block."""
+        return len(self.sets)
+
+    def transporting(self) -> set[int]:
+        """The sets with a branch that finds a live state, being not the first of the block."""
+        return set(self.sets[1:])
+
+    def choosing(self) -> set[int]:
+        """The sets with a branch that has two candidates or more, so that a query can make a difference."""
+        return set(self.sets) if self.history > 1 else self.transporting()
+
+
+class Pathway(nn.Module):
+    """How ONE block of branches reads and writes the residual streams.
+
+        history ──open──▶ state ──read──▶ h ─▶ branch ─▶ u ──write──▶ state … ──close──▶ H_b
+
+    The state is a `NamedTuple` with a field `live`, born in `open` and dead after `close`. Nothing is kept on `self`
+    and nothing is changed in place, so a block can be recomputed, compiled, sharded and cut off for a pipeline.
+    """
+
+    keeps_history = False  # True: the next block sees H_0 … H_b; False: only H_b
+
+    def open(self, history: History) -> Any:
+        """Start the block: what all its branches need of the history, once. R × (J,B,T,D) -> state"""
+        raise NotImplementedError
+
+    def read(self, state: Any, i: int) -> tuple[Tensor, Any]:
+        """The input (B,T,D) of branch i; gates that the write will need ride along in the state."""
+        raise NotImplementedError
+
+    def write(self, state: Any, i: int, update: Tensor) -> Any:
+        """Put the output (B,T,D) of branch i into the live streams."""
+        raise NotImplementedError
+
+    def close(self, state: Any) -> Tensor:
+        """End the block: its state H_b (J,B,T,D)."""
+        live: Tensor = state.live
+        return live
+
+    def streams(self, state: Any) -> Tensor | None:
+        """Lens for analysis: the live streams (J,B,T,D), None before the first write of a block that starts empty."""
+        live: Tensor | None = state.live
+        return live
+
+    def with_streams(self, state: Any, live: Tensor) -> Any:
+        """Lens for analysis: the same state with other live streams (J,B,T,D)."""
+        return state._replace(live=live)
+
+
+class LastState(nn.Module):
+    """The readout of a pathway without history: the streams of H_N, summed."""
+
+    def forward(self, *history: Tensor) -> Tensor:
+        """… (J,B,T,D) -> (B,T,D)"""
+        return history[-1].sum(0)
+
+
+def embed(embedding: Tensor, streams: int) -> History:
+    """H_0: the embedding in each of J streams. (B,T,D) -> one state (J,B,T,D)"""
+    return (embedding.expand(streams, *embedding.shape).contiguous(),)

@@ -1,0 +1,108 @@
+"""The residual methods by name: a row says how the embedding becomes H_0, a block's pathway, and the readout."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import NamedTuple
+
+from torch import nn
+
+from dualres.config import ConfigError, ResidualConfig
+from dualres.residual.attnres import AttnRes, ValueProjected
+from dualres.residual.dual import Dual
+from dualres.residual.hyper import HyperConnections
+from dualres.residual.pathway import LastState, Pathway, Place
+from dualres.residual.retrieval import Retrieval
+from dualres.residual.route import CROSS_V, DUAL, FIXED_KV, SELF_KV, SINGLE, VALUE_PROJECTED, Route
+from dualres.residual.standard import Standard
+
+
+class Method(NamedTuple):
+    """One row. `pathway(dim, place, eps=, **options)` makes a block's pathway, `readout(dim, eps=)` the readout."""
+
+    streams: int | None  # J, copies of the embedding in H_0; None: the option `streams`
+    pathway: Callable[..., Pathway]
+    readout: Callable[..., nn.Module]
+    layers_per_block: float  # K where the config names none; half a layer is one branch
+    options: Mapping[str, object]  # what the method takes, with its default
+
+
+def _last_state(dim: int, *, eps: float) -> nn.Module:
+    return LastState()
+
+
+def _dar(route: Route, layers_per_block: float) -> Method:
+    options = {"sets": "block", "gate_scale": 1.0, "rho_bias": 0.0}
+    return Method(2, partial(Dual, route=route), partial(Retrieval, route=route), layers_per_block, options)
+
+
+_attnres_readout = partial(Retrieval, route=SINGLE)
+_vproj_readout = partial(Retrieval, route=VALUE_PROJECTED)
+
+METHODS: dict[str, Method] = {
+    "standard": Method(1, Standard, _last_state, 1, {}),
+    "mhc": Method(None, HyperConnections, _last_state, 1, {"streams": 4, "gate_scale": 0.01, "sinkhorn_steps": 20}),
+    "attnres-block": Method(1, AttnRes, _attnres_readout, 2, {"sets": "block"}),
+    "attnres-full": Method(1, AttnRes, _attnres_readout, 0.5, {"sets": "block"}),
+    "attnres-vproj": Method(2, ValueProjected, _vproj_readout, 0.5, {"sets": "block", "value_rank": 0}),
+    "dar-block": _dar(DUAL, 2),
+    "dar-full": _dar(DUAL, 1),
+    "dar-selfkv": _dar(SELF_KV, 1),
+    "dar-fixedkv": _dar(FIXED_KV, 1),
+    "dar-crossv": _dar(CROSS_V, 1),
+}
+
+
+class Residual(NamedTuple):
+    """The residual side of one network: everything but its branches."""
+
+    streams: int  # J
+    places: list[Place]  # one per block
+    pathways: list[Pathway]  # one per block
+    readout: nn.Module
+
+
+def method(name: str) -> Method:
+    """The row called `name`, or an error that lists the names there are."""
+    if name not in METHODS:
+        raise ConfigError(f"residual.method={name!r} is unknown: use one of {', '.join(METHODS)}")
+    return METHODS[name]
+
+
+def resolve(config: ResidualConfig) -> dict[str, object]:
+    """The options of the configured method, defaults filled in; an option that the method does not have is refused."""
+    row = method(config.method)
+    given = config.options()
+    foreign = sorted(given.keys() - row.options.keys())
+    if foreign:
+        known = ", ".join(row.options) or "none"
+        raise ConfigError(
+            f"residual.{foreign[0]}={given[foreign[0]]!r} is not an option of {config.method} (it has: {known}): "
+            f"remove it or choose a method that has it"
+        )
+    return {**row.options, **given}
+
+
+def places(branches: int, config: ResidualConfig) -> list[Place]:
+    """Cut `branches` branches into blocks of 2K; the last is shorter when 2K does not divide them."""
+    layers_per_block = config.layers_per_block or method(config.method).layers_per_block
+    size = int(2 * layers_per_block)
+    if size > branches:
+        raise ConfigError(
+            f"residual.layers_per_block={layers_per_block:g} is more than the {branches / 2:g} layers there are: "
+            f"use at most {branches / 2:g}"
+        )
+    shared = resolve(config).get("sets") == "block"  # two sets: branches alternate, so each serves one kind
+    lengths = [min(size, branches - start) for start in range(0, branches, size)]
+    return [Place(b + 1, tuple(i % 2 if shared else i for i in range(n))) for b, n in enumerate(lengths)]
+
+
+def build(dim: int, branches: int, config: ResidualConfig, eps: float = 1e-6) -> Residual:
+    """The pathways and the readout of a network of `branches` branches of width `dim`."""
+    row, options, blocks = method(config.method), resolve(config), places(branches, config)
+    streams = row.streams or int(str(options["streams"]))
+    options.pop("sets", None)
+    try:
+        pathways = [row.pathway(dim, place, eps=eps, **options) for place in blocks]
+    except ValueError as error:
+        raise ConfigError(f"residual.method={config.method}: {error}") from None
+    return Residual(streams, blocks, pathways, row.readout(dim, eps=eps))

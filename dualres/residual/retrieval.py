@@ -1,0 +1,81 @@
+"""Depth retrieval in two phases, shared by AttnRes and DAR: the history once per block, then the live state."""
+# B batch  T tokens  D width  J stored streams  O output streams  R history  U query sets
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dualres import ops
+from dualres.residual.pathway import History, Pathway, Place
+from dualres.residual.route import Route
+
+
+class State(NamedTuple):
+    """What the history alone gives every query set, and the live state that the block builds."""
+
+    retrieved: Tensor  # (U,O,B,T,D)
+    log_partition: Tensor  # (U,O,B,T)
+    live: Tensor | None  # (J,B,T,D); None before the first write
+
+
+class Queries(nn.Module):
+    """The learned queries of a block, one per parameter set and output stream; zero at the start: uniform weights.
+
+    A set whose only candidate is H_0 has no query to learn, its softmax has one term. Only the first set of a network
+    can be such a set; its place is filled with zeros.
+    """
+
+    def __init__(self, dim: int, sets: int, learned: int, route: Route):
+        super().__init__()
+        self.missing = sets - learned
+        self.weight = nn.Parameter(torch.zeros(learned, len(route.key), dim))
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Zero, so that every candidate weighs the same."""
+        nn.init.zeros_(self.weight)
+
+    def forward(self) -> Tensor:
+        """All queries of the block. -> (U,O,D)"""
+        return nn.functional.pad(self.weight, (0, 0, 0, 0, self.missing, 0)) if self.missing else self.weight
+
+
+class Retrieving(Pathway):
+    """A pathway whose branches read h^j = Σ_r π_r^j v_r^j over the history and, after the first, the live state."""
+
+    keeps_history = True
+
+    def __init__(self, dim: int, place: Place, *, eps: float, route: Route):
+        super().__init__()
+        self.sets, self.route, self.eps = place.sets, route, eps
+        learned = len(place.choosing())
+        self.queries = Queries(dim, len(set(place.sets)), learned, route) if learned else None
+
+    def open(self, history: History) -> State:
+        """Phase 1: read every history state once, for all queries of the block."""
+        if self.queries is None:  # a block of one branch that sees H_0 alone
+            only = torch.stack([history[0][v] for v in self.route.value]).unsqueeze(0)
+            return State(only, only.new_zeros(only.shape[:-1]), live=None)
+        return State(*ops.prefix(history, self.queries(), self.route, self.eps), live=None)
+
+    def retrieve(self, state: State, i: int) -> Tensor:
+        """Phase 2: what branch i reads in each output stream, the live state included. -> (O,B,T,D)"""
+        own = slice(self.sets[i], self.sets[i] + 1)
+        if state.live is None or self.queries is None:
+            return state.retrieved[own][0]
+        retrieved, log_partition, queries = state.retrieved[own], state.log_partition[own], self.queries()[own]
+        return ops.merge(retrieved, log_partition, state.live, queries, self.route, self.eps)[0]
+
+
+class Retrieval(nn.Module):
+    """The readout of a pathway with history: output queries over H_0 … H_N, the output streams summed."""
+
+    def __init__(self, dim: int, *, eps: float, route: Route):
+        super().__init__()
+        self.route, self.eps = route, eps
+        self.queries = Queries(dim, 1, 1, route)
+
+    def forward(self, *history: Tensor) -> Tensor:
+        """R × (J,B,T,D) -> (B,T,D)"""
+        retrieved, _ = ops.prefix(history, self.queries(), self.route, self.eps)
+        return retrieved[0].sum(0)

@@ -1,0 +1,21 @@
+"""Routes: for each output stream, which stored stream is scored and which is returned.
+
+The paper's retrieval rules (k_r^j, v_r^j) differ in nothing else, so they are data and not classes.
+"""
+
+from typing import NamedTuple
+
+
+class Route(NamedTuple):
+    """`key[j]` and `value[j]` are the stored streams that output stream j scores and returns."""
+
+    key: tuple[int, ...]
+    value: tuple[int, ...]
+
+
+SINGLE = Route(key=(0,), value=(0,))  # AttnRes: k = v
+VALUE_PROJECTED = Route(key=(0,), value=(1,))  # AttnRes + VProj: states are stored as (v, W v)
+DUAL = Route(key=(1, 0), value=(0, 1))  # DAR: (C^{1-j}, C^j)
+SELF_KV = Route(key=(0, 1), value=(0, 1))  # DAR-SelfKV: (C^j, C^j)
+FIXED_KV = Route(key=(0, 0), value=(1, 1))  # DAR-FixedKV: (C^0, C^1)
+CROSS_V = Route(key=(0, 1), value=(1, 0))  # DAR-CrossV: (C^j, C^{1-j})

@@ -1,0 +1,32 @@
+"""The standard residual: one stream, to which every branch output is added. h_{l+1} = h_l + f_l(h_l)"""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from dualres.residual.pathway import History, Pathway, Place
+
+
+class State(NamedTuple):
+    """The live stream (1,B,T,D)."""
+
+    live: Tensor
+
+
+class Standard(Pathway):
+    """h_{l+1} = h_l + f_l(h_l); no parameters."""
+
+    def __init__(self, dim: int, place: Place, *, eps: float):
+        super().__init__()
+
+    def open(self, history: History) -> State:
+        """The block goes on from the state of the one before."""
+        return State(history[-1])
+
+    def read(self, state: State, i: int) -> tuple[Tensor, State]:
+        """h_l is the stream itself."""
+        return state.live[0], state
+
+    def write(self, state: State, i: int, update: Tensor) -> State:
+        """h_l + f_l(h_l)"""
+        return State(state.live + update.to(state.live.dtype))
