@@ -1,0 +1,142 @@
+"""What a decoder costs: parameters, flops per token and bytes of residual state, counted on the real modules."""
+# J streams  R history  D width
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from dualres.model.attention import Attention
+from dualres.model.decoder import Decoder
+from dualres.model.moe import MoE
+
+
+class Parameters(NamedTuple):
+    """Numbers of parameters. Each tensor counts once, so a tied vocabulary does."""
+
+    total: int
+    vocabulary: int
+    active: int  # used by one token: of the routed experts, only those it is sent to
+    residual: int  # of the pathways and the readout
+
+
+class Flops(NamedTuple):
+    """Floating-point operations of one token's forward pass; a training step needs about three times as many."""
+
+    branches: int  # matrix products of attention and feed-forward weights
+    attention: int  # scores and weighted values, at the mean distance of a full context
+    vocabulary: int  # the output logits
+    residual: int  # everything that pathways and readout compute, one per element of each operation
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return sum(self)
+
+
+class StateBytes(NamedTuple):
+    """Bytes of residual state per token."""
+
+    history: int  # the states that the readout sees: all that the pathway keeps
+    live: int  # the streams inside a block
+
+
+def parameters(decoder: Decoder) -> Parameters:
+    """Count the parameters of `decoder`, which may be on the meta device."""
+    total, vocabulary = _count(decoder), _count(decoder.vocabulary)
+    idle = 0
+    for module in decoder.modules():
+        if isinstance(module, MoE):
+            idle += (module.gate_up.numel() + module.down.numel()) * (module.experts - module.active) // module.experts
+    pathways = sum(_count(block.pathway) for block in decoder.stack)
+    return Parameters(total, vocabulary, total - idle, pathways + _count(decoder.stack.readout))
+
+
+def flops_per_token(decoder: Decoder) -> Flops:
+    """Count the flops of one token's forward pass in the middle of a full context.
+
+    `decoder` must be on the meta device: the residual pathways are run there on one token and their operations counted.
+    """
+    branches = attention = 0
+    for module in decoder.stack.modules():
+        if isinstance(module, nn.Linear):
+            branches += 2 * module.weight.numel()
+        elif isinstance(module, MoE):
+            branches += 2 * (module.gate_up.numel() + module.down.numel()) * module.active // module.experts
+        elif isinstance(module, Attention):
+            mean_distance = (decoder.config.context + 1) / 2
+            attention += round(2 * 2 * mean_distance * module.query.out_features)
+    return Flops(branches, attention, _vocabulary_flops(decoder), _residual_flops(decoder))
+
+
+def state_bytes_per_token(decoder: Decoder, bytes_per_element: int = 2) -> StateBytes:
+    """Bytes of residual state that one token holds in the forward pass, at bfloat16 unless told otherwise."""
+    blocks = list(decoder.stack)
+    state = decoder.stack.streams * decoder.config.width * bytes_per_element
+    kept = 1 + len(blocks) if blocks[-1].pathway.keeps_history else 1
+    return StateBytes(kept * state, state)
+
+
+def _vocabulary_flops(decoder: Decoder) -> int:
+    """Maps into and out of a factorised table, and the logits; a look-up costs nothing."""
+    vocabulary = decoder.vocabulary
+    table = 2 * vocabulary.table.weight.numel()
+    if vocabulary.widen is None:
+        return table
+    return table + 2 * 2 * vocabulary.widen.weight.numel()
+
+
+def _residual_flops(decoder: Decoder) -> int:
+    """Run one token through every pathway and the readout on the meta device, and count."""
+    state = torch.empty(decoder.stack.streams, 1, 1, decoder.config.width, device="meta")
+    with Arithmetic() as arithmetic, torch.no_grad():
+        history: tuple[Tensor, ...] = (state,)
+        for block in decoder.stack:
+            passing = block.pathway.open(history)
+            for i in range(len(block.branches)):
+                h, passing = block.pathway.read(passing, i)
+                passing = block.pathway.write(passing, i, h)
+            closed = block.pathway.close(passing)
+            history = (*history, closed) if block.pathway.keeps_history else (closed,)
+        decoder.stack.readout(*history)
+    return arithmetic.flops
+
+
+class Arithmetic(TorchDispatchMode):
+    """Counts matrix products by PyTorch's own formulas and one flop per element of every other computation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        formula: Callable[..., int] | None = flop_registry.get(func._overloadpacket)
+        if formula is not None:
+            self.flops += formula(*args, **(kwargs or {}), out_val=out)
+        elif not func.is_view and func._overloadpacket not in _MOVES:
+            tensors = [x for x in (*args, out) if isinstance(x, Tensor)]
+            self.flops += max((x.numel() for x in tensors), default=0)
+        return out
+
+
+_MOVES = {  # operations that copy or create and compute nothing
+    torch.ops.aten._to_copy,
+    torch.ops.aten.cat,
+    torch.ops.aten.clone,
+    torch.ops.aten.constant_pad_nd,
+    torch.ops.aten.copy_,
+    torch.ops.aten.empty,
+    torch.ops.aten.fill,
+    torch.ops.aten.fill_,
+    torch.ops.aten.flip,
+    torch.ops.aten.new_zeros,
+    torch.ops.aten.stack,
+}
+
+
+def _count(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())

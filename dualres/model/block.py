@@ -1,0 +1,80 @@
+"""A residual block and a stack of them: branches run through pathways, whatever the branches and the pathways are."""
+# B batch  T tokens  D width  J streams
+
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from dualres.config import ResidualConfig
+from dualres.residual import registry
+from dualres.residual.pathway import Pathway, embed
+
+
+class ResidualBlock(nn.Module):
+    """One block: the unit that is sharded, recomputed, compiled and sent to a pipeline stage."""
+
+    def __init__(self, branches: Sequence[nn.Module], pathway: Pathway):
+        super().__init__()
+        self.branches = nn.ModuleList(branches)
+        self.pathway = pathway
+
+    def forward(self, *history: Tensor, **context: Any) -> Tensor:
+        """H_0 … H_{b-1} (the last alone for a pathway without history), each (J,B,T,D) -> H_b (J,B,T,D)"""
+        state = self.pathway.open(history)
+        for i, branch in enumerate(self.branches):
+            h, state = self.pathway.read(state, i)
+            state = self.pathway.write(state, i, branch(h, **context))
+        return self.pathway.close(state)
+
+
+class ResidualStack(nn.Module):
+    """A network between embedding and output: blocks over a growing history, then the readout."""
+
+    def __init__(self, blocks: Sequence[ResidualBlock], readout: nn.Module, streams: int):
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+        self.readout = readout
+        self.streams = streams
+
+    def __iter__(self) -> Iterator[ResidualBlock]:
+        """The blocks, from the embedding up."""
+        return iter(cast(Sequence[ResidualBlock], self.blocks))
+
+    def forward(self, embedding: Tensor, **context: Any) -> Tensor:
+        """(B,T,D) -> (B,T,D); `context` goes to every branch as it is."""
+        history = embed(embedding, self.streams)
+        for block in self:
+            state = block(*history, **context)
+            history = (*history, state) if block.pathway.keeps_history else (state,)
+        return self.readout(*history)
+
+
+def residual_stack(
+    branches: Sequence[nn.Module], dim: int, residual: ResidualConfig | str, eps: float = 1e-6
+) -> ResidualStack:
+    """Put branches, each a module (B,T,D) -> (B,T,D) with its own input norm, on the residual pathway of your choice.
+
+    `residual` is a method's name, such as "dar-block", or a `ResidualConfig` with its options.
+    """
+    config = ResidualConfig(residual) if isinstance(residual, str) else residual
+    made = registry.build(dim, len(branches), config, eps)
+    rest = iter(branches)
+    blocks = [
+        ResidualBlock([next(rest) for _ in place.sets], pathway)
+        for place, pathway in zip(made.places, made.pathways, strict=True)
+    ]
+    return ResidualStack(blocks, made.readout, made.streams)
+
+
+def compile_blocks(stack: ResidualStack, **options: Any) -> None:
+    """`torch.compile` every block by itself, in place.
+
+    All blocks share one `forward`, and each sees a history of another length, so each is compiled anew; PyTorch's
+    limit on that is raised to fit.
+    """
+    limit = 2 * len(stack.blocks) + 8
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, limit)
+    for block in stack:
+        block.compile(**options)

@@ -1,0 +1,90 @@
+"""What all branches of one forward pass share: positions, mask, cache, and where the router reports."""
+# B batch  T tokens  P past and present tokens  H head width
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Cache(Protocol):
+    """Keys and values of earlier tokens; `transformers`' cache objects have this form too."""
+
+    def update(self, key: Tensor, value: Tensor, layer: int, /) -> tuple[Tensor, Tensor]:
+        """Append those of the new tokens and return all. (B,heads,T,H) -> (B,heads,P,H)"""
+        ...
+
+    def get_seq_length(self) -> int:
+        """How many tokens are held."""
+        ...
+
+
+class KVCache:
+    """The plain cache: one pair of tensors per attention layer, grown by concatenation."""
+
+    def __init__(self) -> None:
+        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def update(self, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """(B,heads,T,H) -> (B,heads,P,H)"""
+        if layer in self.layers:
+            past_key, past_value = self.layers[layer]
+            key, value = torch.cat([past_key, key], 2), torch.cat([past_value, value], 2)
+        self.layers[layer] = key, value
+        return key, value
+
+    def get_seq_length(self) -> int:
+        """How many tokens are held."""
+        return next(iter(self.layers.values()))[0].shape[2] if self.layers else 0
+
+
+@dataclass
+class RouterReport:
+    """Collects the auxiliary loss of every MoE layer of one forward pass.
+
+    A layer that is recomputed overwrites its own entry, so it counts once. `scale` multiplies the gradient that the
+    auxiliary loss adds: 1 / accumulation steps where the language-model loss is divided by that.
+    """
+
+    scale: float = 1.0
+    losses: dict[int, Tensor] = field(default_factory=dict)
+
+    def mean(self) -> Tensor:
+        """The auxiliary loss as the paper's figure shows it: the mean over layers, 1 where routing is uniform."""
+        return torch.stack(list(self.losses.values())).mean()
+
+
+@dataclass(frozen=True)
+class Context:
+    """Given to every branch. Not a pytree, so that mixed-precision engines pass the rotary tables on unrounded."""
+
+    cosine: Tensor  # (B or 1,1,T,H)
+    sine: Tensor  # (B or 1,1,T,H)
+    mask: Tensor | None = None  # (B or 1,1,T,P), True where a token may look; None: causal, nothing cached
+    cache: Cache | None = None
+    report: RouterReport | None = None
+
+
+def rotary_tables(positions: Tensor, head_width: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of every position and frequency. (B or 1,T) -> two of (B or 1,1,T,H)"""
+    exponents = torch.arange(0, head_width, 2, dtype=dtype, device=positions.device) / head_width
+    angles = positions[:, None, :, None].to(dtype) * base**-exponents
+    angles = torch.cat([angles, angles], -1)
+    return angles.cos(), angles.sin()
+
+
+def attention_mask(tokens: int, past: int, padding: Tensor | None, device: torch.device) -> Tensor | None:
+    """Who may look at whom, for `tokens` new tokens after `past` cached ones.
+
+    `padding` (B,P) is False where a token is padding. A token may always look at itself, so that no row of the
+    softmax is empty. -> (B or 1,1,T,P), or None where plain causal attention is meant
+    """
+    if past == 0 and padding is None:
+        return None
+    query = torch.arange(past, past + tokens, device=device)[:, None]
+    key = torch.arange(past + tokens, device=device)[None, :]
+    causal = (key <= query)[None, None]  # (1,1,T,P)
+    if padding is None:
+        return causal
+    return causal & (padding[:, None, None, :] | (key == query))

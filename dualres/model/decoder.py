@@ -1,0 +1,143 @@
+"""The decoder: embedding, branches on a residual pathway, final norm, vocabulary."""
+# B batch  T tokens  D width  V vocabulary  P past and present tokens
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from dualres.config import ModelConfig, ResidualConfig
+from dualres.model.attention import Attention
+from dualres.model.block import residual_stack
+from dualres.model.context import Cache, Context, RouterReport, attention_mask, rotary_tables
+from dualres.model.feedforward import FeedForward
+from dualres.model.moe import MoE
+
+
+class Branch(nn.Module):
+    """f_l: an attention or feed-forward module with its input norm. It never sees a stream."""
+
+    def __init__(self, norm: nn.Module, module: nn.Module):
+        super().__init__()
+        self.norm = norm
+        self.module = module
+
+    def forward(self, h: Tensor, context: Context) -> Tensor:
+        """(B,T,D) -> (B,T,D)"""
+        return self.module(self.norm(h), context)
+
+
+class Vocabulary(nn.Module):
+    """Token embeddings and output weights; a narrower table is widened by a map (factorised embedding).
+
+    Tied, the output uses table and map of the input, transposed.
+    """
+
+    def __init__(self, size: int, width: int, table_width: int, tied: bool):
+        super().__init__()
+        factorised = table_width != width
+        self.table = nn.Embedding(size, table_width)
+        self.widen = nn.Linear(table_width, width, bias=False) if factorised else None
+        self.output = None if tied else nn.Linear(table_width, size, bias=False)
+        self.narrow = nn.Linear(width, table_width, bias=False) if factorised and not tied else None
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """(B,T) -> (B,T,D)"""
+        rows = self.table(tokens)
+        return rows if self.widen is None else self.widen(rows)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(B,T,D) -> (B,T,V)"""
+        if self.narrow is not None:
+            hidden = self.narrow(hidden)
+        elif self.widen is not None:
+            hidden = linear(hidden, self.widen.weight.T)
+        return linear(hidden, self.table.weight) if self.output is None else self.output(hidden)
+
+
+class Decoder(nn.Module):
+    """A decoder-only Transformer on any residual pathway."""
+
+    def __init__(self, model: ModelConfig, residual: ResidualConfig):
+        super().__init__()
+        self.config, self.residual_config = model, residual
+        self.vocabulary = Vocabulary(
+            model.vocab_size, model.width, model.embedding_width or model.width, model.tied_embeddings
+        )
+        branches = [branch for layer in range(model.layers) for branch in layer_branches(model, layer)]
+        self.stack = residual_stack(branches, model.width, residual, model.norm_eps)
+        self.norm = nn.RMSNorm(model.width, model.norm_eps)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        *,
+        padding: Tensor | None = None,
+        cache: Cache | None = None,
+        report: RouterReport | None = None,
+    ) -> Tensor:
+        """Logits of the next token at every position. tokens (B,T) -> (B,T,V)
+
+        padding (B,P): False where a token, cached ones included, is padding (on the left); positions count from the
+        first real token. cache: keys and values of earlier tokens, which it takes and extends. report: collects the
+        router's auxiliary losses.
+        """
+        past = cache.get_seq_length() if cache is not None else 0
+        length = tokens.shape[1]
+        if padding is None:
+            positions = torch.arange(past, past + length, device=tokens.device)[None]
+        else:
+            positions = (padding.long().cumsum(-1) - 1).clamp(min=0)[:, past:]
+        embedding = self.vocabulary.embed(tokens)
+        precise = torch.promote_types(embedding.dtype, torch.float32)
+        cosine, sine = rotary_tables(positions, self.config.head_width, self.config.rope_base, precise)
+        mask = attention_mask(length, past, padding, tokens.device)
+        hidden = self.stack(embedding, context=Context(cosine, sine, mask, cache, report))
+        return self.vocabulary.logits(self.norm(hidden))
+
+    def reset_parameters(self, seed: int) -> None:
+        """Draw all weights anew. The same seed gives the same vocabulary and branches under every residual method."""
+        generator = torch.Generator(self.norm.weight.device).manual_seed(seed)
+        branches = [branch for block in self.stack for branch in block.branches]
+        pathways = [block.pathway for block in self.stack]
+        for part in (self.vocabulary, *branches, self.norm, *pathways, self.stack.readout):
+            for module in part.modules():
+                _reset(module, self.config.init_std, generator)
+
+
+def layer_branches(model: ModelConfig, layer: int) -> tuple[Branch, Branch]:
+    """The attention and the feed-forward branch of one layer."""
+    attention = Attention(model.width, model.heads, model.kv_heads, layer)
+    feedforward: nn.Module
+    if model.moe is not None:
+        moe = model.moe
+        feedforward = MoE(model.width, moe.expert_width, moe.experts, moe.active, moe.aux_coefficient, layer)
+    else:
+        assert model.ffn_width is not None  # ModelConfig has checked
+        feedforward = FeedForward(model.width, model.ffn_width)
+    norms = [nn.RMSNorm(model.width, model.norm_eps) for _ in range(2)]
+    return Branch(norms[0], attention), Branch(norms[1], feedforward)
+
+
+def build_decoder(
+    model: ModelConfig, residual: ResidualConfig, *, device: str | torch.device = "cpu", seed: int = 42
+) -> Decoder:
+    """A decoder with fresh weights on `device`; on "meta" it has shapes and no weights, and takes no memory."""
+    with torch.device("meta"):
+        decoder = Decoder(model, residual)
+    if torch.device(device).type == "meta":
+        return decoder
+    decoder.to_empty(device=device)
+    decoder.reset_parameters(seed)
+    return decoder
+
+
+def _reset(module: nn.Module, std: float, generator: torch.Generator) -> None:
+    """Matrices N(0, std), norm weights one, and whatever a module of ours says of its own parameters."""
+    if isinstance(module, nn.Linear | nn.Embedding):
+        nn.init.normal_(module.weight, std=std, generator=generator)
+    elif isinstance(module, nn.RMSNorm):
+        nn.init.ones_(module.weight)
+    elif isinstance(module, MoE):
+        module.reset_experts(std, generator)
+    elif callable(reset := getattr(module, "reset_parameters", None)):
+        reset(generator)

@@ -1,0 +1,57 @@
+"""Continue prompts: greedy or sampled, in batches of unequal length, with or without a cache."""
+# B batch  T tokens  V vocabulary
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dualres.model.context import KVCache
+from dualres.model.decoder import Decoder
+
+
+@torch.no_grad()
+def generate(
+    decoder: Decoder,
+    prompts: Sequence[Sequence[int]],
+    new_tokens: int,
+    *,
+    temperature: float = 0.0,
+    generator: torch.Generator | None = None,
+    cached: bool = True,
+) -> list[list[int]]:
+    """The `new_tokens` tokens that follow each prompt; temperature 0 takes the likeliest.
+
+    Shorter prompts are padded on the left. `cached=False` runs the whole sequence again for every token.
+    """
+    if not prompts or not all(prompts):
+        raise ValueError(f"prompts={prompts!r}: each needs at least one token, for example the end-of-text token")
+    device = decoder.norm.weight.device
+    tokens, padding = left_pad(prompts, device)
+    cache = KVCache() if cached else None
+    fresh = tokens
+    for _ in range(new_tokens):
+        logits = decoder(fresh, padding=padding, cache=cache)[:, -1]  # (B,V)
+        chosen = _choose(logits, temperature, generator)
+        tokens = torch.cat([tokens, chosen], 1)
+        padding = torch.cat([padding, torch.ones_like(chosen, dtype=torch.bool)], 1)
+        fresh = chosen if cached else tokens
+    return tokens[:, tokens.shape[1] - new_tokens :].tolist()
+
+
+def left_pad(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Prompts as one batch, and where it holds real tokens. -> (B,T), (B,T)"""
+    length = max(map(len, prompts))
+    tokens = torch.zeros(len(prompts), length, dtype=torch.long, device=device)
+    real = torch.zeros_like(tokens, dtype=torch.bool)
+    for row, prompt in enumerate(prompts):
+        tokens[row, length - len(prompt) :] = torch.tensor(list(prompt), device=device)
+        real[row, length - len(prompt) :] = True
+    return tokens, real
+
+
+def _choose(logits: Tensor, temperature: float, generator: torch.Generator | None) -> Tensor:
+    """(B,V) -> (B,1)"""
+    if temperature == 0:
+        return logits.argmax(-1, keepdim=True)
+    return torch.multinomial((logits.float() / temperature).softmax(-1), 1, generator=generator)

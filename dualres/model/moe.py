@@ -1,0 +1,95 @@
+"""The sparse feed-forward: every token goes to the k best of E experts, and none is dropped."""
+# B batch  T tokens  N = B·T  D width  E experts  k active experts  F expert width
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import grouped_mm, linear, one_hot, silu
+
+from dualres.model.context import Context
+
+
+class MoE(nn.Module):
+    """Σ_{e in top-k} p_e · expert_e(x), with p the softmax over the k largest router logits.
+
+    The auxiliary loss E·Σ_e f_e P_e (f_e: share of the N·k assignments, P_e: mean router probability; 1 where routing
+    is uniform) is attached to the output: its gradient flows without appearing in any loss that is returned.
+    """
+
+    def __init__(self, width: int, hidden: int, experts: int, active: int, aux_coefficient: float, layer: int):
+        super().__init__()
+        self.experts, self.active, self.aux_coefficient, self.layer = experts, active, aux_coefficient, layer
+        self.router = nn.Linear(width, experts, bias=False)
+        self.gate_up = nn.Parameter(torch.empty(experts, 2 * hidden, width))  # the gate's rows, then the up's
+        self.down = nn.Parameter(torch.empty(experts, width, hidden))
+
+    def reset_experts(self, std: float, generator: torch.Generator | None = None) -> None:
+        """The experts' weights N(0, std)."""
+        nn.init.normal_(self.gate_up, std=std, generator=generator)
+        nn.init.normal_(self.down, std=std, generator=generator)
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        """(B,T,D) -> (B,T,D)"""
+        tokens = x.flatten(0, -2)  # (N,D)
+        logits = router_logits(tokens, self.router.weight)  # (N,E)
+        best, chosen = logits.topk(self.active, -1)  # (N,k)
+        assigned = one_hot(chosen, self.experts).sum((0, 1))  # (E,) assignments of each expert
+        mixed = self.mix_experts(tokens, best.softmax(-1), chosen, assigned)
+
+        loss = self.experts * (assigned / assigned.sum() * logits.softmax(-1).mean(0)).sum()
+        scale = 1.0
+        if context.report is not None:
+            context.report.losses[self.layer] = loss.detach()
+            scale = context.report.scale
+        if torch.is_grad_enabled():
+            mixed = AttachLoss.apply(mixed, loss * (self.aux_coefficient * scale))
+        return mixed.view_as(x)
+
+    def mix_experts(self, tokens: Tensor, weights: Tensor, chosen: Tensor, assigned: Tensor) -> Tensor:
+        """Sort the N·k assignments by expert, run each expert on its run of rows, add up per token. -> (N,D)"""
+        order = chosen.flatten().argsort(stable=True)  # (N·k,) assignment n·k + slot, grouped by expert
+        rows = tokens.repeat_interleave(self.active, 0)[order]
+        gate, up = grouped_linear(rows, self.gate_up, assigned).chunk(2, -1)
+        hidden = (silu(gate) * up).to(rows.dtype)
+        out = grouped_linear(hidden, self.down, assigned).to(rows.dtype)
+        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        slots = out[back].unflatten(0, (-1, self.active))  # (N,k,D)
+        return (slots * weights.unsqueeze(-1)).sum(1).to(tokens.dtype)
+
+
+def router_logits(tokens: Tensor, weight: Tensor) -> Tensor:
+    """In float32 also under autocast: a rounded logit sends the token to another expert. (N,D), (E,D) -> (N,E)"""
+    dtype = torch.promote_types(tokens.dtype, torch.float32)
+    device = tokens.device.type
+    if not torch.amp.is_autocast_available(device):
+        return linear(tokens.to(dtype), weight.to(dtype))
+    with torch.autocast(device, enabled=False):
+        return linear(tokens.to(dtype), weight.to(dtype))
+
+
+def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """Run e of `counts[e]` rows times weight_eᵀ. (M,D), (E,F,D), (E,) -> (M,F)"""
+    if rows.dtype == torch.float64:  # the grouped product has no float64
+        runs = rows.split(counts.tolist())
+        return torch.cat([run @ w.T for run, w in zip(runs, weight, strict=True)])
+    ends = counts.cumsum(0).to(torch.int32)
+    return grouped_mm(rows, weight.transpose(-2, -1).to(rows.dtype), offs=ends)
+
+
+class AttachLoss(torch.autograd.Function):
+    """Passes a tensor on unchanged and gives `loss` the gradient 1 when the tensor's gradient comes back."""
+
+    @staticmethod
+    def forward(x: Tensor, loss: Tensor) -> Tensor:
+        """x, unchanged."""
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: torch.autograd.function.FunctionCtx, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        """Remember the loss' dtype and device."""
+        ctx.save_for_backward(inputs[1])
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradient of x as it is, one for the loss."""
+        (loss,) = ctx.saved_tensors  # type: ignore[attr-defined]
+        return grad, torch.ones_like(loss)
