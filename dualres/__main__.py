@@ -1,0 +1,5 @@
+"""`python -m dualres` is `dualres`."""
+
+from dualres.cli import run
+
+run()

@@ -1,0 +1,103 @@
+"""One model on one page: how it is cut into blocks, and what it costs in parameters, flops and residual state."""
+
+from typing import Any
+
+from dualres.config import Config
+from dualres.model.accounting import flops_per_token, parameters, state_bytes_per_token
+from dualres.model.decoder import build_decoder
+from dualres.residual import registry
+from dualres.table import table
+
+
+def describe(config: Config) -> dict[str, Any]:
+    """Everything that `dualres describe` shows, as plain data."""
+    decoder = build_decoder(config.model, config.residual, device="meta")
+    places = registry.places(2 * config.model.layers, config.residual)
+    blocks = []
+    first = 0
+    for b, (place, block) in enumerate(zip(places, decoder.stack, strict=True), start=1):
+        last = first + place.branches
+        blocks.append(
+            {
+                "block": b,
+                "branches": [first + 1, last],
+                "sees": [0, b - 1] if block.pathway.keeps_history else [b - 1, b - 1],
+                "sets": len(set(place.sets)),
+                "parameters": sum(p.numel() for p in block.pathway.parameters()),
+            }
+        )
+        first = last
+    count, flops, state = parameters(decoder), flops_per_token(decoder), state_bytes_per_token(decoder)
+    return {
+        "model": vars(config.model) | {"moe": vars(config.model.moe) if config.model.moe else None},
+        "residual": {
+            "method": config.residual.method,
+            "streams": decoder.stack.streams,
+            "branches_per_block": places[0].branches,
+            **registry.resolve(config.residual),
+        },
+        "blocks": blocks,
+        "readout_parameters": sum(p.numel() for p in decoder.stack.readout.parameters()),
+        "parameters": {**count._asdict(), "excluding_vocabulary": count.total - count.vocabulary},
+        "flops_per_token": {**flops._asdict(), "forward": flops.total, "training": 3 * flops.total},
+        "residual_state_bytes_per_token": {**state._asdict(), "dtype": "bfloat16"},
+    }
+
+
+def as_text(described: dict[str, Any], title: str) -> str:
+    """The page for a terminal."""
+    model, residual, moe = described["model"], described["residual"], described["model"]["moe"]
+    options = ", ".join(f"{k} {v}" for k, v in residual.items() if k not in ("method", "streams", "branches_per_block"))
+    feedforward = (
+        f"{moe['experts']} experts of width {moe['expert_width']}, {moe['active']} active"
+        if moe
+        else f"feed-forward width {model['ffn_width']}"
+    )
+    lines = [
+        title,
+        f"  decoder    {model['layers']} layers, width {model['width']}, heads {model['heads']} / {model['kv_heads']}, "
+        f"{feedforward}, vocabulary {model['vocab_size']:,} {'tied' if model['tied_embeddings'] else 'untied'}",
+        f"  residual   {residual['method']}: {residual['streams']} stream{'s'[: residual['streams'] > 1]}, "
+        f"{residual['branches_per_block']} branches per block{'; ' if options else ''}{options}",
+        "",
+    ]
+    rows = [
+        [
+            block["block"],
+            "{}–{}".format(*block["branches"]),
+            _states(*block["sees"]),
+            block["sets"],
+            block["parameters"],
+        ]
+        for block in described["blocks"]
+    ]
+    final = described["blocks"][-1]
+    sees = _states(final["sees"][0] if final["sees"][0] == 0 else final["block"], final["block"])
+    rows.append(["readout", "", sees, "", described["readout_parameters"]])
+    lines += [table(["block", "branches", "sees", "sets", "residual parameters"], rows), ""]
+
+    count, flops = described["parameters"], described["flops_per_token"]
+    state = described["residual_state_bytes_per_token"]
+    lines += [
+        f"parameters            {count['total']:,} with vocabulary, {count['excluding_vocabulary']:,} without",
+        f"  active per token    {count['active']:,}",
+        f"  residual pathway    {count['residual']:,} ({count['residual'] / count['excluding_vocabulary']:.3%})",
+        f"flops per token       {_short(flops['forward'])} forward, about {_short(flops['training'])} in training",
+        f"  branches            {_short(flops['branches'])}",
+        f"  attention           {_short(flops['attention'])} at the mean distance of context {model['context']}",
+        f"  vocabulary          {_short(flops['vocabulary'])}",
+        f"  residual pathway    {_short(flops['residual'])} ({flops['residual'] / flops['forward']:.3%})",
+        f"residual state        {state['history']:,} bytes per token in bfloat16, {state['live']:,} of them live",
+    ]
+    return "\n".join(lines)
+
+
+def _states(first: int, last: int) -> str:
+    return f"H{first}" if first == last else f"H{first} … H{last}"
+
+
+def _short(n: int) -> str:
+    for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if n >= size:
+            return f"{n / size:.3g}{unit}"
+    return str(n)
