@@ -70,5 +70,5 @@ def gradients(decoder: Decoder) -> dict[str, Tensor]:
 
 def relative_error(ours: Tensor, wanted: Tensor) -> float:
     """Root mean square of the difference over that of what is wanted."""
-    scale = wanted.double().square().mean().sqrt().clamp(min=1e-30)
-    return float((ours.double() - wanted.double()).square().mean().sqrt() / scale)
+    ours, wanted = ours.detach().double(), wanted.detach().double()
+    return float((ours - wanted).square().mean().sqrt() / wanted.square().mean().sqrt().clamp(min=1e-30))

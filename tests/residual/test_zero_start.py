@@ -1,0 +1,51 @@
+"""At the start, queries zero and gate scales zero, every method computes what the standard Transformer computes."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from dualres.config import ResidualConfig
+from dualres.residual import registry
+from tests.small import FEEDFORWARDS, RESIDUALS, build_decoder, model_config, random_tokens, relative_error
+
+METHODS = {
+    **{name: config for name, config in RESIDUALS.items() if name != "standard"},
+    "mhc-3": ResidualConfig("mhc", streams=3),
+    "attnres-vproj-low-rank": ResidualConfig("attnres-vproj", value_rank=4),
+    "attnres-block-3-branches": ResidualConfig("attnres-block", layers_per_block=1.5),
+    "dar-block-own-sets": ResidualConfig("dar-block", layers_per_block=2, sets="branch"),
+    "dar-block-1": ResidualConfig("dar-block", layers_per_block=1),
+}
+
+
+def gates_closed(config: ResidualConfig) -> ResidualConfig:
+    has_gates = "gate_scale" in registry.resolve(config)
+    return dataclasses.replace(config, gate_scale=0.0) if has_gates else config
+
+
+@pytest.mark.parametrize("layers", [2, 7, 20])
+@pytest.mark.parametrize("feedforward", FEEDFORWARDS)
+@pytest.mark.parametrize("name", METHODS)
+def test_equals_standard(name: str, feedforward: str, layers: int):
+    model = model_config(feedforward, layers=layers, width=16, norm_eps=1e-30, init_std=0.2)
+    tokens = random_tokens(2, 11)
+    standard = build_decoder(model, ResidualConfig("standard"), seed=3).double()
+    method = build_decoder(model, gates_closed(METHODS[name]), seed=3).double()
+    with torch.no_grad():
+        assert relative_error(method(tokens), standard(tokens)) < 1e-6
+
+
+@pytest.mark.parametrize("name", ["mhc-4", "dar-block", "dar-full", "attnres-block"])
+def test_differs_from_standard_once_it_is_stirred(name: str):
+    """The test above could not fail if the pathway were ignored."""
+    model = model_config(layers=7, width=16, norm_eps=1e-30, init_std=0.2)
+    tokens = random_tokens(2, 11)
+    standard = build_decoder(model, ResidualConfig("standard"), seed=3).double()
+    method = build_decoder(model, gates_closed(METHODS[name]), seed=3).double()
+    with torch.no_grad():
+        for parameter in [
+            p for n, p in method.named_parameters() if "pathway" in n and ("bias" in n or "queries" in n)
+        ]:
+            parameter.add_(torch.randn_like(parameter))
+        assert relative_error(method(tokens), standard(tokens)) > 1e-2
