@@ -139,6 +139,11 @@ class ParallelConfig:
     sequence_parallel: bool = False
     zero_stage: int = 0
 
+    def __post_init__(self) -> None:
+        _positive(self, "train.parallel", "tensor", "pipeline", "expert", "context")
+        if self.zero_stage not in (0, 1, 2, 3):
+            raise ConfigError(f"train.parallel.zero_stage={self.zero_stage} is unknown: use 0, 1, 2 or 3")
+
 
 @dataclass(frozen=True)
 class TrainConfig:
@@ -164,6 +169,8 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         _positive(self, "train", "tokens", "micro_batch", "global_batch", "learning_rate", "clip", "validation_tokens")
+        if self.warmup_steps < 0:
+            raise ConfigError(f"train.warmup_steps={self.warmup_steps} is negative: use 0 or more")
         if self.global_batch % self.micro_batch:
             raise ConfigError(
                 f"train.global_batch={self.global_batch} is not divisible by train.micro_batch={self.micro_batch}: "

@@ -42,9 +42,13 @@ def names(kind: Literal["scale", "residual"]) -> list[str]:
     return sorted(path.stem for path in (CONFIGS / kind).glob("*.yaml"))
 
 
-def _read(kind: Literal["scale", "residual"], name: str) -> dict[str, Any]:
-    """One YAML file; a key `base` names another of the same kind, over which it is laid."""
-    path = Path(name) if name.endswith((".yaml", ".yml")) else CONFIGS / kind / f"{name}.yaml"
+def _read(kind: Literal["scale", "residual"], name: str, beneath: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """One YAML file; a key `base` names another (a path counts from the file's folder), over which it is laid.
+
+    `beneath` holds the files that this one is the base of.
+    """
+    folder = beneath[-1].parent if beneath else Path()
+    path = folder / name if name.endswith((".yaml", ".yml")) else CONFIGS / kind / f"{name}.yaml"
     if not path.is_file():
         close = difflib.get_close_matches(name, names(kind), 1)
         hint = f"did you mean {close[0]}? " if close else ""
@@ -58,7 +62,9 @@ def _read(kind: Literal["scale", "residual"], name: str) -> dict[str, Any]:
     base = data.pop("base", None)
     if base is None:
         return data
-    under = _read(kind, base)
+    if path.resolve() in beneath:
+        raise ConfigError(f"{path} is its own base: remove base, or name a file that does not lead back to it")
+    under = _read(kind, str(base), (*beneath, path.resolve()))
     _merge(under, data)
     return under
 

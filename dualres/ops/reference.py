@@ -107,7 +107,7 @@ def sinkhorn(logits: Tensor, steps: int) -> Tensor:
 
 def mix_streams(matrix: Tensor, streams: Tensor) -> Tensor:
     """M X: every stream becomes a weighted sum of all. (N,N,B,T), (N,B,T,D) -> (N,B,T,D)"""
-    return torch.einsum("mnbt,nbtd->mbtd", matrix, wide(streams)).to(streams.dtype)
+    return torch.einsum("mnbt,nbtd->mbtd", matrix, wide(streams)).to(streams.dtype).contiguous()
 
 
 def _weighted_values(weights: Tensor, candidates: Sequence[Tensor], value: Sequence[int]) -> Tensor:

@@ -32,9 +32,8 @@ class Dual(Retrieving):
     def __init__(self, dim: int, place: Place, *, eps: float, gate_scale: float, rho_bias: float, route: Route = DUAL):
         if place.branches == 1:
             raise ValueError(
-                "a DAR block of one branch is degenerate: its state is [β⁰u, β¹u], so the two streams are collinear "
-                "and neither says anything that the other does not: use layers_per_block 1 or more, and a value that "
-                "leaves no single branch for the last block"
+                "a DAR block of a single branch u (any, also the last block) has the state [β⁰u, β¹u], whose two "
+                "streams are collinear and tell nothing of each other: use layers_per_block 1 or more, a whole number"
             )
         super().__init__(dim, place, eps=eps, route=route)
         transporting = place.transporting()

@@ -82,9 +82,14 @@ def resolve(config: ResidualConfig) -> dict[str, object]:
     return {**row.options, **given}
 
 
+def block_layers(config: ResidualConfig) -> float:
+    """K, the layers per block: the config's, or the method's default."""
+    return config.layers_per_block or method(config.method).layers_per_block
+
+
 def places(branches: int, config: ResidualConfig) -> list[Place]:
     """Cut `branches` branches into blocks of 2K; the last is shorter when 2K does not divide them."""
-    layers_per_block = config.layers_per_block or method(config.method).layers_per_block
+    layers_per_block = block_layers(config)
     size = int(2 * layers_per_block)
     if size > branches:
         raise ConfigError(
@@ -104,5 +109,5 @@ def build(dim: int, branches: int, config: ResidualConfig, eps: float = 1e-6) ->
     try:
         pathways = [row.pathway(dim, place, eps=eps, **options) for place in blocks]
     except ValueError as error:
-        raise ConfigError(f"residual.method={config.method}: {error}") from None
+        raise ConfigError(f"residual.layers_per_block={block_layers(config):g} with {config.method}: {error}") from None
     return Residual(streams, blocks, pathways, row.readout(dim, eps=eps))

@@ -1,0 +1,63 @@
+"""The command line as a user meets it."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from dualres.cli import main
+from dualres.experiment import names
+
+
+@pytest.mark.parametrize("residual", names("residual"))
+def test_describe(residual: str, capsys: pytest.CaptureFixture[str]):
+    assert main(["describe", "nano", residual]) == 0
+    text = capsys.readouterr().out
+    for part in ("block", "readout", "flops per token", "residual state", "parameters"):
+        assert part in text
+
+
+def test_describe_json(capsys: pytest.CaptureFixture[str]):
+    assert main(["describe", "moe-7b", "dar-block", "--json"]) == 0
+    described = json.loads(capsys.readouterr().out)
+    assert described["parameters"]["active"] == 1_404_541_056
+    assert [block["sees"] for block in described["blocks"]] == [[0, b] for b in range(8)]
+    assert described["residual"]["branches_per_block"] == 6
+    # H_0 … H_8 of two streams, width 2048, two bytes.
+    assert described["residual_state_bytes_per_token"]["history"] == 9 * 2 * 2048 * 2
+
+
+def test_describe_takes_overrides(capsys: pytest.CaptureFixture[str]):
+    assert main(["describe", "nano", "dar-block", "--set", "residual.layers_per_block=3", "--json"]) == 0
+    blocks = json.loads(capsys.readouterr().out)["blocks"]
+    assert [block["branches"] for block in blocks] == [[1, 6], [7, 12], [13, 16]]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["describe", "nano", "nothing"],
+        ["describe", "nano", "dar-block", "--set", "residual.layers_per_block=0.5"],
+        ["describe", "nano", "dar-block", "--set", "model.heads=7"],
+    ],
+)
+def test_bad_input_is_one_line_and_exit_2(arguments: list[str], capsys: pytest.CaptureFixture[str]):
+    assert main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("dualres: ")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["params", "--help"], ["describe", "--help"], ["--version"]])
+def test_help(arguments: list[str]):
+    done = subprocess.run([sys.executable, "-m", "dualres", *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0
+    assert "dualres" in done.stdout
+
+
+def test_a_closed_pipe_is_no_error():
+    command = f"{sys.executable} -m dualres params | head -n 1"
+    done = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True, check=False)
+    assert done.stderr == ""

@@ -1,0 +1,150 @@
+"""Configs: every impossible one is refused, naming field, value and remedy."""
+
+from pathlib import Path
+
+import pytest
+
+from dualres.config import ConfigError, ModelConfig, MoEConfig, ResidualConfig
+from dualres.experiment import load_config, names
+from dualres.model.decoder import build_decoder
+
+PAPER_SCALES = ["0.1b", "0.3b", "0.5b", "1b", "moe-7b"]
+
+
+@pytest.mark.parametrize("residual", names("residual"))
+@pytest.mark.parametrize("scale", names("scale"))
+def test_every_pair_builds(scale: str, residual: str):
+    config = load_config(scale, residual)
+    build_decoder(config.model, config.residual, device="meta")
+
+
+@pytest.mark.parametrize(
+    ("scale", "steps", "tokens_per_step"),
+    [("0.1b", 1907, 1048576), ("0.3b", 5722, 1048576), ("0.5b", 9537, 1048576), ("1b", 47684, 1048576)]
+    + [("moe-7b", 60000, 524288)],
+)
+def test_paper_recipes(scale: str, steps: int, tokens_per_step: int):
+    """Batch × 4096 tokens a step; 20 tokens per parameter, 50B, and 60,000 steps for the sparse model."""
+    config = load_config(scale, "dar-block")
+    train = config.train
+    assert train.global_batch * config.model.context == tokens_per_step
+    assert round(train.tokens / tokens_per_step) == steps
+    assert (train.learning_rate, train.min_learning_rate, train.weight_decay, train.betas) == (
+        3e-4,
+        3e-5,
+        0.1,
+        (0.9, 0.95),
+    )
+    assert (train.adam_eps, train.clip, train.seed, train.micro_batch) == (1e-8, 1.0, 42, 2)
+    assert train.warmup_steps == (300 if scale in ("0.1b", "0.3b", "0.5b") else 2000)
+    assert config.residual.layers_per_block == (3 if scale == "moe-7b" else 2)
+    assert config.model.vocab_size == 131_072
+    assert config.model.context == 4096
+
+
+def test_full_forms_keep_their_block_size_at_every_scale():
+    for scale in PAPER_SCALES:
+        blocks = {name: load_config(scale, name).residual.layers_per_block for name in names("residual")}
+        assert blocks["attnres-full"] == blocks["attnres-vproj"] == 0.5
+        assert {blocks[f"dar-{form}"] for form in ("full", "selfkv", "fixedkv", "crossv")} == {1}
+
+
+def test_overrides():
+    config = load_config(
+        "nano", "mhc-2", ["residual.streams=3", "train.learning_rate=1e-3", "train.tokens=2e6", "train.compile=off"]
+    )
+    assert (config.residual.streams, config.train.learning_rate, config.train.tokens) == (3, 1e-3, 2_000_000)
+    assert config.train.compile == "off"
+    assert load_config("nano", "dar-block", ["residual.layers_per_block=null"]).residual.layers_per_block is None
+
+
+def test_a_file_of_ones_own(tmp_path: Path):
+    scale = tmp_path / "mine.yaml"
+    scale.write_text("base: nano\nmodel:\n  layers: 3\n")
+    config = load_config(str(scale), "dar-full")
+    assert (config.model.layers, config.model.width) == (3, 96)
+
+
+IMPOSSIBLE = [
+    ("model.heads=7", ["model.width=96", "model.heads=7", "6, 8"]),
+    ("model.kv_heads=3", ["model.heads=4", "kv_heads=3", "1, 2 or 4"]),
+    ("model.width=100", ["width=100", "odd width 25", "multiple of 8"]),
+    ("model.layers=0", ["model.layers=0", "1 or more"]),
+    ("model.norm_eps=-1", ["model.norm_eps=-1.0", "1e-6"]),
+    ("model.init_std=0", ["model.init_std=0.0", "0.02"]),
+    ("model.embedding_width=0", ["model.embedding_width=0", "1 or more"]),
+    ("model.ffn_width=null", ["model.ffn_width is missing", "model.moe"]),
+    ("model.moe={experts: 4, active: 2, expert_width: 8}", ["ffn_width=256 and model.moe are both set", "remove"]),
+    ("model.moe={experts: 4, active: 5, expert_width: 8}", ["model.moe.active=5", "experts=4", "at most 4"]),
+    ("model.moe={experts: 4, active: 2, expert_width: 9}", ["expert_width=9", "multiple of 8", "8 or 16"]),
+    ("model.moe.active=2", ["model.moe.experts is missing"]),
+    ("model.width=wide", ["model.width='wide'", "a whole number"]),
+    ("model.width=1.5", ["model.width=1.5", "a whole number"]),
+    ("model.tied_embeddings=3", ["model.tied_embeddings=3", "true or false"]),
+    ("model.vocabulary=3", ["unknown key model.vocabulary=3"]),
+    ("model.layer=3", ["unknown key model.layer=3", "model.layers?"]),
+    ("model=3", ["model=3", "model.KEY=VALUE"]),
+    ("model.layers", ["'model.layers'", "key.path=value"]),
+    ("residual.method=dar", ["residual.method='dar'", "dar-block"]),
+    ("residual.layers_per_block=0.5", ["layers_per_block=0.5", "collinear", "layers_per_block 1 or more"]),
+    ("residual.layers_per_block=1.25", ["layers_per_block=1.25", "0.5 (one branch), 1, 1.5"]),
+    ("residual.layers_per_block=0", ["layers_per_block=0.0", "0.5 (one branch)"]),
+    ("residual.layers_per_block=2.5", ["layers_per_block=2.5", "last block", "collinear"]),
+    ("residual.layers_per_block=9", ["layers_per_block=9", "8 layers", "at most 8"]),
+    ("residual.sets=layer", ["residual.sets='layer'", "block or branch"]),
+    ("residual.streams=3", ["residual.streams=3", "not an option of dar-block", "sets, gate_scale, rho_bias"]),
+    ("residual.sinkhorn_steps=0", ["residual.sinkhorn_steps=0", "1 or more"]),
+    ("residual.value_rank=-1", ["residual.value_rank=-1", "0 (a full matrix)"]),
+    ("train.micro_batch=3", ["global_batch=16", "micro_batch=3", "1, 2, 4, 8 or 16"]),
+    ("train.min_learning_rate=1", ["min_learning_rate=1.0", "0.0003"]),
+    ("train.betas=[0.9]", ["train.betas=[0.9]", "list of 2 numbers"]),
+    ("train.precision=fp8", ["train.precision='fp8'", "bf16 or fp32"]),
+    ("train.parallel.zero_stage=4", ["train.parallel.zero_stage=4", "0, 1, 2 or 3"]),
+    ("train.warmup_steps=-1", ["train.warmup_steps=-1", "0 or more"]),
+]
+
+
+@pytest.mark.parametrize(("override", "says"), IMPOSSIBLE, ids=[row[0] for row in IMPOSSIBLE])
+def test_impossible_configs_are_refused(override: str, says: list[str]):
+    def build() -> None:
+        config = load_config("nano", "dar-block", [override])
+        build_decoder(config.model, config.residual, device="meta")
+
+    with pytest.raises(ConfigError) as refused:
+        build()
+    for part in says:
+        assert part in str(refused.value)
+
+
+def test_unknown_names():
+    with pytest.raises(ConfigError, match=r"no scale 'nanu': did you mean nano\? use one of 0\.1b"):
+        load_config("nanu", "standard")
+    with pytest.raises(ConfigError, match=r"no residual 'dar': .*use one of attnres-block"):
+        load_config("nano", "dar")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [("model: [", "is not valid YAML"), ("- 1", "holds no mapping"), ("base: nowhere", "no scale 'nowhere'")],
+)
+def test_broken_files(tmp_path: Path, text: str, says: str):
+    path = tmp_path / "broken.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=says):
+        load_config(str(path), "standard")
+
+
+def test_a_file_that_is_its_own_base(tmp_path: Path):
+    path = tmp_path / "loop.yaml"
+    path.write_text(f"base: {path}\n")
+    with pytest.raises(ConfigError, match=r"loop\.yaml is its own base"):
+        load_config(str(path), "standard")
+
+
+def test_python_users_get_the_same_messages():
+    with pytest.raises(ConfigError, match="kv_heads 1, 2, 5 or 10"):
+        ModelConfig(layers=2, width=640, heads=10, kv_heads=4, ffn_width=8)
+    with pytest.raises(ConfigError, match="at most 4"):
+        MoEConfig(experts=4, active=8, expert_width=8)
+    with pytest.raises(ConfigError, match="block or branch"):
+        ResidualConfig("dar-block", sets="layer")  # type: ignore[arg-type]
