@@ -1,0 +1,103 @@
+"""The decoder's own parts: vocabulary forms, accounting, autocast."""
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from dualres.config import ResidualConfig
+from dualres.model import accounting
+from dualres.model.decoder import build_decoder
+from tests.small import (
+    FEEDFORWARDS,
+    MOE,
+    RESIDUALS,
+    gradients,
+    model_config,
+    next_token_loss,
+    random_tokens,
+    relative_error,
+    stirred,
+)
+
+STANDARD = ResidualConfig("standard")
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("table_width", [None, 12], ids=["plain", "factorised"])
+def test_vocabulary_forms(table_width: int | None, tied: bool):
+    model = model_config(embedding_width=table_width, tied_embeddings=tied)
+    decoder, tokens = stirred(model, STANDARD), random_tokens()
+    v, d, e = model.vocab_size, model.width, table_width or model.width
+    tables, maps = (1, 1) if tied else (2, 2)
+    expected = tables * v * e + (maps * d * e if table_width else 0)
+    assert accounting.parameters(decoder).vocabulary == expected
+
+    weights = dict(decoder.vocabulary.named_parameters())
+    into = weights["table.weight"] @ weights["widen.weight"].T if table_width else weights["table.weight"]  # (V,D)
+    if tied:
+        out = into
+    else:
+        out = weights["output.weight"] @ weights["narrow.weight"] if table_width else weights["output.weight"]
+    torch.testing.assert_close(decoder.vocabulary.embed(tokens), into[tokens])
+    hidden = torch.randn(2, 3, d)
+    torch.testing.assert_close(decoder.vocabulary.logits(hidden), hidden @ out.T)
+    next_token_loss(decoder(tokens), tokens).backward()
+    gradients(decoder)  # asserts that none is missing
+
+
+def test_active_parameters():
+    """Per layer 4 of 6 experts are idle for a token."""
+    count = accounting.parameters(build_decoder(model_config("moe"), STANDARD, device="meta"))
+    assert count.total - count.active == 5 * 4 * 3 * 32 * MOE.expert_width
+    dense = accounting.parameters(build_decoder(model_config(), STANDARD, device="meta"))
+    assert dense.total == dense.active
+
+
+@pytest.mark.parametrize("feedforward", FEEDFORWARDS)
+def test_flops_equal_those_that_pytorch_counts(feedforward: str):
+    """In float64, where experts are plain products, and with attention as plain products too, all pairs of tokens."""
+    model, length = model_config(feedforward, context=8), 8
+    counted = accounting.flops_per_token(build_decoder(model, STANDARD, device="meta"))
+    decoder = build_decoder(model, STANDARD).double()
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        decoder(random_tokens(1, length))
+    flops = {str(op): n for op, n in counter.get_flop_counts()["Global"].items()}
+    assert flops["aten.mm"] == length * (counted.branches + counted.vocabulary)
+    assert flops["aten.bmm"] * (length + 1) / 2 / length == length * counted.attention  # causal: (T+1)/2 of T keys
+
+
+@pytest.mark.parametrize(("name", "at_least"), [("standard", 1), ("attnres-block", 4), ("dar-block", 8), ("mhc-4", 8)])
+def test_residual_flops_grow_with_what_the_method_does(name: str, at_least: int):
+    """In units of one addition per branch; `standard` does exactly that, and reads the last state."""
+    model = model_config(layers=6)
+    flops = accounting.flops_per_token(build_decoder(model, RESIDUALS[name], device="meta")).residual
+    unit = 2 * model.layers * model.width
+    assert flops >= at_least * unit
+    if name == "standard":
+        assert flops == unit + model.width
+
+
+@pytest.mark.parametrize(
+    ("name", "history", "live"),
+    [("standard", 1, 1), ("mhc-4", 4, 4), ("attnres-block", 4, 1), ("attnres-full", 11, 1), ("dar-block", 8, 2)],
+)
+def test_state_bytes(name: str, history: int, live: int):
+    """Five layers, two per block: three blocks and the embedding."""
+    state = accounting.state_bytes_per_token(build_decoder(model_config(), RESIDUALS[name], device="meta"))
+    assert state == (history * 32 * 2, live * 32 * 2)
+
+
+@pytest.mark.parametrize("feedforward", FEEDFORWARDS)
+@pytest.mark.parametrize("name", RESIDUALS)
+def test_autocast(name: str, feedforward: str):
+    """bfloat16 branches on float32 streams: forward and backward run, and the logits are near those of float32."""
+    model = model_config(feedforward)
+    decoder, tokens = build_decoder(model, RESIDUALS[name]), random_tokens()
+    with torch.no_grad():
+        wanted = decoder(tokens)
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = decoder(tokens)
+    next_token_loss(logits, tokens).backward()
+    gradients(decoder)
+    assert relative_error(logits, wanted) < 2e-2  # bfloat16 has 8 bits; weights, inputs and outputs are rounded

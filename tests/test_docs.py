@@ -1,0 +1,94 @@
+"""The docs stay true: quoted code stands in the source, links lead somewhere, every config key is described."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+
+from dualres.config import ModelConfig, MoEConfig, ParallelConfig, ResidualConfig, TrainConfig
+from dualres.residual.registry import METHODS
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+SOURCE = {path: path.read_text() for path in (ROOT / "dualres").rglob("*.py")}
+
+
+def code_blocks(page: Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("block", code_blocks(ROOT / "docs" / "mathematics.md"))
+def test_quoted_code_stands_in_the_source(block: str):
+    assert any(block in text for text in SOURCE.values()), f"not in dualres/ any more:\n{block}"
+
+
+def test_routes_are_quoted_rightly():
+    quoted = re.findall(r"`(\w+ = Route\(.*?\))` \|", (ROOT / "docs" / "mathematics.md").read_text())
+    source = (ROOT / "dualres" / "residual" / "route.py").read_text()
+    assert len(quoted) == 6
+    assert all(route in source for route in quoted)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path):
+    prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for target in re.findall(r"\]\((?!http)([^)#]+)\)", prose):
+        assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_named_in_the_docs_exist(page: Path):
+    for name in re.findall(r"`((?:tests|examples|configs|dualres|docs)/[\w./-]+\.\w+)", page.read_text()):
+        if "highway" not in name:  # the method that docs/adding-a-residual.md makes up
+            assert (ROOT / name).exists(), f"{page.name} names {name}"
+
+
+@pytest.mark.parametrize(
+    ("section", "prefix"),
+    [(ModelConfig, ""), (MoEConfig, "moe."), (ResidualConfig, ""), (TrainConfig, ""), (ParallelConfig, "parallel.")],
+)
+def test_every_key_is_described(section: type, prefix: str):
+    text = (ROOT / "docs" / "configuration.md").read_text()
+    for field in dataclasses.fields(section):
+        nested = field.name == "parallel"
+        assert nested or f"| `{prefix}{field.name}` |" in text, f"{section.__name__}.{field.name} is not described"
+
+
+def test_defaults_are_described_rightly():
+    text = (ROOT / "docs" / "configuration.md").read_text()
+    rows = dict(re.findall(r"^\| `([\w.]+)` \| (.*?) \|", text, re.MULTILINE))
+    for section, prefix in ((ModelConfig, ""), (MoEConfig, "moe."), (TrainConfig, ""), (ParallelConfig, "parallel.")):
+        for field in dataclasses.fields(section):
+            if field.default not in (dataclasses.MISSING, None) and not dataclasses.is_dataclass(field.default):
+                written = rows[prefix + field.name].replace("[", "(").replace("]", ")")
+                default = str(field.default).lower()
+                assert written == default or float(written) == float(default), field.name
+    for option in ("sets", "streams", "sinkhorn_steps", "value_rank", "rho_bias"):
+        defaults = {str(row.options[option]) for row in METHODS.values() if option in row.options}
+        assert {rows[option]} == defaults
+    dar, mhc = (METHODS[name].options["gate_scale"] for name in ("dar-block", "mhc"))
+    assert rows["gate_scale"] == f"{dar} (DAR), {mhc} (mHC)"
+
+
+def test_the_example_method_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The file and the row of docs/adding-a-residual.md, executed."""
+    import torch
+
+    from dualres import build_decoder
+    from dualres.residual import registry
+    from tests.small import gradients, model_config, next_token_loss, random_tokens
+
+    file, row = code_blocks(ROOT / "docs" / "adding-a-residual.md")
+    names: dict[str, object] = {}
+    exec(file, names)
+    method = eval(f"{{{row.strip()}}}", {**vars(registry), **names})
+    monkeypatch.setitem(registry.METHODS, "highway", method["highway"])
+    decoder, tokens = build_decoder(model_config(), ResidualConfig("highway")), random_tokens()
+    next_token_loss(torch.compile(decoder, backend="eager", fullgraph=True)(tokens), tokens).backward()
+    gradients(decoder)
+
+
+def test_readme_snippet_runs():
+    snippet = code_blocks(ROOT / "README.md")[-1]
+    exec(snippet, {})
