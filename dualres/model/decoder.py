@@ -71,26 +71,26 @@ class Decoder(nn.Module):
         self,
         tokens: Tensor,
         *,
-        padding: Tensor | None = None,
+        real: Tensor | None = None,
         cache: Cache | None = None,
         report: RouterReport | None = None,
     ) -> Tensor:
         """Logits of the next token at every position. tokens (B,T) -> (B,T,V)
 
-        padding (B,P): False where a token, cached ones included, is padding (on the left); positions count from the
+        real (B,P): False where a token, cached ones included, is only padding on the left; positions count from the
         first real token. cache: keys and values of earlier tokens, which it takes and extends. report: collects the
         router's auxiliary losses.
         """
         past = cache.get_seq_length() if cache is not None else 0
         length = tokens.shape[1]
-        if padding is None:
+        if real is None:
             positions = torch.arange(past, past + length, device=tokens.device)[None]
         else:
-            positions = (padding.long().cumsum(-1) - 1).clamp(min=0)[:, past:]
+            positions = (real.long().cumsum(-1) - 1).clamp(min=0)[:, past:]
         embedding = self.vocabulary.embed(tokens)
         precise = torch.promote_types(embedding.dtype, torch.float32)
         cosine, sine = rotary_tables(positions, self.config.head_width, self.config.rope_base, precise)
-        mask = attention_mask(length, past, padding, tokens.device)
+        mask = attention_mask(length, past, real, tokens.device)
         hidden = self.stack(embedding, context=Context(cosine, sine, mask, cache, report))
         return self.vocabulary.logits(self.norm(hidden))
 

@@ -27,14 +27,14 @@ def generate(
     if not prompts or not all(prompts):
         raise ValueError(f"prompts={prompts!r}: each needs at least one token, for example the end-of-text token")
     device = decoder.norm.weight.device
-    tokens, padding = left_pad(prompts, device)
+    tokens, real = left_pad(prompts, device)
     cache = KVCache() if cached else None
     fresh = tokens
     for _ in range(new_tokens):
-        logits = decoder(fresh, padding=padding, cache=cache)[:, -1]  # (B,V)
+        logits = decoder(fresh, real=real, cache=cache)[:, -1]  # (B,V)
         chosen = _choose(logits, temperature, generator)
         tokens = torch.cat([tokens, chosen], 1)
-        padding = torch.cat([padding, torch.ones_like(chosen, dtype=torch.bool)], 1)
+        real = torch.cat([real, torch.ones_like(chosen, dtype=torch.bool)], 1)
         fresh = chosen if cached else tokens
     return tokens[:, tokens.shape[1] - new_tokens :].tolist()
 

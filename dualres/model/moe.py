@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from torch.nn.functional import grouped_mm, linear, one_hot, silu
 
 from dualres.model.context import Context
+from dualres.ops import full_precision
 
 
 class MoE(nn.Module):
@@ -36,10 +37,9 @@ class MoE(nn.Module):
         mixed = self.mix_experts(tokens, best.softmax(-1), chosen, assigned)
 
         loss = self.experts * (assigned / assigned.sum() * logits.softmax(-1).mean(0)).sum()
-        scale = 1.0
+        scale = 1.0 if context.report is None else context.report.scale
         if context.report is not None:
             context.report.losses[self.layer] = loss.detach()
-            scale = context.report.scale
         if torch.is_grad_enabled():
             mixed = AttachLoss.apply(mixed, loss * (self.aux_coefficient * scale))
         return mixed.view_as(x)
@@ -56,14 +56,11 @@ class MoE(nn.Module):
         return (slots * weights.unsqueeze(-1)).sum(1).to(tokens.dtype)
 
 
+@full_precision
 def router_logits(tokens: Tensor, weight: Tensor) -> Tensor:
-    """In float32 also under autocast: a rounded logit sends the token to another expert. (N,D), (E,D) -> (N,E)"""
+    """In float32 at least: a rounded logit sends the token to another expert. (N,D), (E,D) -> (N,E)"""
     dtype = torch.promote_types(tokens.dtype, torch.float32)
-    device = tokens.device.type
-    if not torch.amp.is_autocast_available(device):
-        return linear(tokens.to(dtype), weight.to(dtype))
-    with torch.autocast(device, enabled=False):
-        return linear(tokens.to(dtype), weight.to(dtype))
+    return linear(tokens.to(dtype), weight.to(dtype))
 
 
 def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:

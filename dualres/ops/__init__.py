@@ -11,7 +11,7 @@ from dualres.ops import reference
 Op = TypeVar("Op", bound=Callable[..., object])
 
 
-def _full_precision(op: Op) -> Op:
+def full_precision(op: Op) -> Op:
     """`op` with autocast off: depth scores and gates are float32 also inside a bfloat16 autocast region."""
 
     @functools.wraps(op)
@@ -26,12 +26,12 @@ def _full_precision(op: Op) -> Op:
     return cast(Op, call)
 
 
-depth_weights = _full_precision(reference.depth_weights)
-prefix = _full_precision(reference.prefix)
-merge = _full_precision(reference.merge)
-gate_logits = _full_precision(reference.gate_logits)
-mix = _full_precision(reference.mix)
-transport = _full_precision(reference.transport)
-gated_write = _full_precision(reference.gated_write)
-sinkhorn = _full_precision(reference.sinkhorn)
-mix_streams = _full_precision(reference.mix_streams)
+depth_weights = full_precision(reference.depth_weights)
+prefix = full_precision(reference.prefix)
+merge = full_precision(reference.merge)
+gate_logits = full_precision(reference.gate_logits)
+mix = full_precision(reference.mix)
+transport = full_precision(reference.transport)
+gated_write = full_precision(reference.gated_write)
+sinkhorn = full_precision(reference.sinkhorn)
+mix_streams = full_precision(reference.mix_streams)
