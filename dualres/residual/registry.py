@@ -31,7 +31,7 @@ def _last_state(dim: int, *, eps: float) -> nn.Module:
 
 
 def _dar(route: Route, layers_per_block: float) -> Method:
-    options = {"sets": "block", "gate_scale": 1.0, "rho_bias": 0.0}
+    options = {"sets": "block", "gate_scale": 1.0, "rho_bias": 2.0}
     return Method(2, partial(Dual, route=route), partial(Retrieval, route=route), layers_per_block, options)
 
 
