@@ -11,6 +11,8 @@ from dualres.config import ResidualConfig
 from dualres.residual import registry
 from dualres.residual.pathway import Pathway, embed
 
+FORMS_OF_A_BLOCK = 8  # training, validation, another shape, …: as many as PyTorch grants one function
+
 
 class ResidualBlock(nn.Module):
     """One block: the unit that is sharded, recomputed, compiled and sent to a pipeline stage."""
@@ -71,10 +73,13 @@ def residual_stack(
 def compile_blocks(stack: ResidualStack, **options: Any) -> None:
     """`torch.compile` every block by itself, in place.
 
-    All blocks share one `forward`, and each sees a history of another length, so each is compiled anew; PyTorch's
-    limit on that is raised to fit.
+    Two settings of PyTorch change for the whole process. All blocks share one `forward`, and each sees a history of
+    another length, so the limit on compiling a function anew grows by the number of blocks. And backward passes leave
+    autocast, as they do in eager mode, so that the gradients of depth scores and gates stay in float32.
     """
-    limit = 2 * len(stack.blocks) + 8
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, limit)
+    dynamo, blocks = torch._dynamo.config, len(stack.blocks)
+    dynamo.recompile_limit = max(dynamo.recompile_limit, FORMS_OF_A_BLOCK * blocks)
+    dynamo.accumulated_recompile_limit = max(dynamo.accumulated_recompile_limit, 4 * FORMS_OF_A_BLOCK * blocks)
+    torch._functorch.config.backward_pass_autocast = "off"
     for block in stack:
         block.compile(**options)

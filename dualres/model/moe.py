@@ -3,10 +3,10 @@
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import grouped_mm, linear, one_hot, silu
+from torch.nn.functional import linear, one_hot, silu
 
 from dualres.model.context import Context
-from dualres.ops import full_precision
+from dualres.ops import full_precision, grouped_linear
 
 
 class MoE(nn.Module):
@@ -48,9 +48,8 @@ class MoE(nn.Module):
         """Sort the N·k assignments by expert, run each expert on its run of rows, add up per token. -> (N,D)"""
         order = chosen.flatten().argsort(stable=True)  # (N·k,) assignment n·k + slot, grouped by expert
         rows = tokens.repeat_interleave(self.active, 0)[order]
-        gate, up = grouped_linear(rows, self.gate_up, assigned).chunk(2, -1)
-        hidden = (silu(gate) * up).to(rows.dtype)
-        out = grouped_linear(hidden, self.down, assigned).to(rows.dtype)
+        gate, up = grouped_linear(rows, self.gate_up.to(rows.dtype), assigned).chunk(2, -1)
+        out = grouped_linear(silu(gate) * up, self.down.to(rows.dtype), assigned)
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         slots = out[back].unflatten(0, (-1, self.active))  # (N,k,D)
         return (slots * weights.unsqueeze(-1)).sum(1).to(tokens.dtype)
@@ -61,15 +60,6 @@ def router_logits(tokens: Tensor, weight: Tensor) -> Tensor:
     """In float32 at least: a rounded logit sends the token to another expert. (N,D), (E,D) -> (N,E)"""
     dtype = torch.promote_types(tokens.dtype, torch.float32)
     return linear(tokens.to(dtype), weight.to(dtype))
-
-
-def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """Run e of `counts[e]` rows times weight_eᵀ. (M,D), (E,F,D), (E,) -> (M,F)"""
-    if rows.dtype == torch.float64:  # the grouped product has no float64
-        runs = rows.split(counts.tolist())
-        return torch.cat([run @ w.T for run, w in zip(runs, weight, strict=True)])
-    ends = counts.cumsum(0).to(torch.int32)
-    return grouped_mm(rows, weight.transpose(-2, -1).to(rows.dtype), offs=ends)
 
 
 class AttachLoss(torch.autograd.Function):

@@ -6,7 +6,7 @@ from typing import TypeVar, cast
 
 import torch
 
-from dualres.ops import reference
+from dualres.ops import grouped, reference
 
 Op = TypeVar("Op", bound=Callable[..., object])
 
@@ -35,3 +35,4 @@ transport = full_precision(reference.transport)
 gated_write = full_precision(reference.gated_write)
 sinkhorn = full_precision(reference.sinkhorn)
 mix_streams = full_precision(reference.mix_streams)
+grouped_linear = grouped.grouped_linear

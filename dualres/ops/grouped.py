@@ -1,0 +1,55 @@
+"""Rows times the weight of their group: PyTorch's grouped matrix product as an operator that can also be compiled.
+
+`torch.nn.functional.grouped_mm` runs in float32, bfloat16 and float16, but PyTorch 2.13 traces it in bfloat16 only.
+"""
+# M rows  E groups  D input width  F output width
+
+import torch
+from torch import Tensor
+from torch.nn.functional import grouped_mm
+
+
+@torch.library.custom_op("dualres::grouped_linear", mutates_args=())
+def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """The first counts[0] rows times weight_0ᵀ, the next counts[1] times weight_1ᵀ, … (M,D), (E,F,D), (E,) -> (M,F)"""
+    if rows.dtype == torch.float64:  # which the grouped product has not
+        runs = rows.split(counts.tolist())
+        return torch.cat([run @ w.T for run, w in zip(runs, weight, strict=True)])
+    return grouped_mm(rows, weight.mT, offs=_ends(counts))
+
+
+@grouped_linear.register_fake
+def _(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    return rows.new_empty(rows.shape[0], weight.shape[1])
+
+
+@torch.library.custom_op("dualres::grouped_linear_weight_gradient", mutates_args=())
+def weight_gradient(gradient: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
+    """Of each group, its rows of the gradient, transposed, times its rows. (M,F), (M,D), (E,) -> (E,F,D)"""
+    if rows.dtype == torch.float64:
+        pairs = zip(gradient.split(counts.tolist()), rows.split(counts.tolist()), strict=True)
+        return torch.stack([g.T @ r for g, r in pairs])
+    return grouped_mm(gradient.mT, rows, offs=_ends(counts))
+
+
+@weight_gradient.register_fake
+def _(gradient: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
+    return rows.new_empty(counts.shape[0], gradient.shape[1], rows.shape[1])
+
+
+def _ends(counts: Tensor) -> Tensor:
+    """Where each run of rows ends. (E,) -> (E,)"""
+    return counts.cumsum(0).to(torch.int32)
+
+
+def _save(ctx: torch.autograd.function.FunctionCtx, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+    rows, weight, counts = ctx.saved_tensors  # type: ignore[attr-defined]
+    gradient = gradient.contiguous()
+    return grouped_linear(gradient, weight.mT, counts), weight_gradient(gradient, rows, counts), None
+
+
+grouped_linear.register_autograd(_backward, setup_context=_save)
