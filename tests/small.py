@@ -34,13 +34,16 @@ def model_config(feedforward: str = "dense", **changes: Any) -> ModelConfig:
     return ModelConfig(**{**size, **FEEDFORWARDS[feedforward], **changes})
 
 
-def stirred(model: ModelConfig, residual: ResidualConfig, seed: int = 0, **build: Any) -> Decoder:
-    """A decoder in which no parameter is zero, one or equal to another, so that every one of them matters."""
-    decoder = build_decoder(model, residual, seed=seed, **build)
+def stirred(model: ModelConfig, residual: ResidualConfig, seed: int = 0, noise: float = 0.3) -> Decoder:
+    """A decoder in which no parameter is zero, one or equal to another, so that every one of them matters.
+
+    Much noise makes a rough function, whose depth magnifies rounding; float32 comparisons take 0.1.
+    """
+    decoder = build_decoder(model, residual, seed=seed)
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         for parameter in decoder.parameters():
-            parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+            parameter.add_(noise * torch.randn(parameter.shape, generator=generator))
     return decoder
 
 

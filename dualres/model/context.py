@@ -1,7 +1,6 @@
 """What all branches of one forward pass share: positions, mask, cache, and where the router reports."""
 # B batch  T tokens  P past and present tokens  H head width
 
-from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -39,31 +38,40 @@ class KVCache:
         return next(iter(self.layers.values()))[0].shape[2] if self.layers else 0
 
 
-@dataclass
 class RouterReport:
-    """Collects the auxiliary loss of every MoE layer of one forward pass.
+    """Collects the auxiliary loss of every MoE layer of one forward pass, by layer.
 
     A layer that is recomputed overwrites its own entry, so it counts once. `scale` multiplies the gradient that the
     auxiliary loss adds: 1 / accumulation steps where the language-model loss is divided by that.
     """
 
-    scale: float = 1.0
-    losses: dict[int, Tensor] = field(default_factory=dict)
+    def __init__(self, scale: float = 1.0):
+        self.scale = scale
+        self.losses: dict[int, Tensor] = {}
 
     def mean(self) -> Tensor:
         """The auxiliary loss as the paper's figure shows it: the mean over layers, 1 where routing is uniform."""
         return torch.stack(list(self.losses.values())).mean()
 
 
-@dataclass(frozen=True)
 class Context:
-    """Given to every branch. Not a pytree, so that mixed-precision engines pass the rotary tables on unrounded."""
+    """Given to every branch. Neither this nor the report is a dataclass or a pytree: FSDP2 would take them apart to
+    cast what is inside, round the rotary tables, and hand the branches a copy of the report.
+    """
 
-    cosine: Tensor  # (B or 1,1,T,H)
-    sine: Tensor  # (B or 1,1,T,H)
-    mask: Tensor | None = None  # (B or 1,1,T,P), True where a token may look; None: causal, nothing cached
-    cache: Cache | None = None
-    report: RouterReport | None = None
+    def __init__(
+        self,
+        cosine: Tensor,
+        sine: Tensor,
+        mask: Tensor | None = None,
+        cache: Cache | None = None,
+        report: RouterReport | None = None,
+    ):
+        self.cosine = cosine  # (B or 1,1,T,H)
+        self.sine = sine  # (B or 1,1,T,H)
+        self.mask = mask  # (B or 1,1,T,P), True where a token may look; None: causal, nothing cached
+        self.cache = cache
+        self.report = report
 
 
 def rotary_tables(positions: Tensor, head_width: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

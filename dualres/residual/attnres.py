@@ -29,7 +29,7 @@ class AttnRes(Retrieving):
 
     def stored(self, i: int, update: Tensor) -> Tensor:
         """The output of branch i in the form that states are stored in. (B,T,D) -> (J,B,T,D)"""
-        return update.unsqueeze(0)
+        return torch.stack([update])  # a copy: a block must not return a view of what its branch computed
 
 
 class ValueProjected(AttnRes):

@@ -10,9 +10,9 @@ from transformers import DynamicCache
 
 from dualres.config import ResidualConfig
 from dualres.model.context import KVCache, attention_mask
-from dualres.model.decoder import Decoder, build_decoder
+from dualres.model.decoder import Decoder
 from dualres.model.generate import generate
-from tests.small import FEEDFORWARDS, RESIDUALS, model_config, random_tokens, relative_error
+from tests.small import FEEDFORWARDS, RESIDUALS, model_config, random_tokens, relative_error, stirred
 
 TOLERANCE = 1e-5
 LENGTH = 13
@@ -23,16 +23,8 @@ PROMPTS = [[5, 17, 3, 88, 41, 2, 60], [9], [70, 11, 52, 33]]
 
 
 def calm(feedforward: str, residual: ResidualConfig, **changes: Any) -> Decoder:
-    """Every parameter matters, as in `stirred`, whose depth magnifies rounding: 2e-5 in float32, 1e-14 in float64.
-
-    Untied, since a tied output likes to repeat its input.
-    """
-    decoder = build_decoder(model_config(feedforward, tied_embeddings=False, **changes), residual, seed=0)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in decoder.parameters():
-            parameter.add_(0.12 * torch.randn(parameter.shape, generator=generator))
-    return decoder
+    """Untied, since a tied output likes to repeat its input."""
+    return stirred(model_config(feedforward, tied_embeddings=False, **changes), residual, noise=0.12)
 
 
 @pytest.fixture(params=itertools.product(RESIDUALS, FEEDFORWARDS), ids="-".join, scope="module")
