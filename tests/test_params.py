@@ -51,7 +51,7 @@ def widen(module: type[nn.Module], parameter: str, monkeypatch: pytest.MonkeyPat
     build = module.__init__
 
     def changed(self: nn.Module, *args: object, **kwargs: object) -> None:
-        build(self, *args, **kwargs)  # type: ignore[arg-type]
+        build(self, *args, **kwargs)
         owner, _, name = parameter.rpartition(".")
         at = self.get_submodule(owner)
         shape = getattr(at, name).shape

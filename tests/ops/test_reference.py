@@ -1,5 +1,7 @@
 """The reference operators: gradients, the two-phase identity, and the invariants that the paper states."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -57,7 +59,8 @@ def test_retrieval_is_the_papers_sum(name: str):
         for state in candidates:
             k = state[key, 0, 0]
             kernel.append(torch.exp(queries[0, j] @ (k / (k.square().mean() + EPS).sqrt())))
-        expected = sum(phi / sum(kernel) * state[value, 0, 0] for phi, state in zip(kernel, candidates, strict=True))
+        terms = [phi / sum(kernel) * state[value, 0, 0] for phi, state in zip(kernel, candidates, strict=True)]
+        expected = torch.stack(terms).sum(0)
         assert relative_error(reference.retrieve(candidates, queries, rule, EPS)[0, j, 0, 0], expected) < 1e-12
 
 
@@ -83,7 +86,7 @@ def test_retrieval_gradients(name: str):
     assert gradcheck(both, (queries, live, *history))
 
 
-GATE_ROWS = {
+GATE_ROWS: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
     "gate_logits": (lambda x, w, s, b: reference.gate_logits(x, w, s, b, EPS), [(2, 1, 3, 5), (3, 2, 5), (1,), (3,)]),
     "mix": (reference.mix, [(2, 1, 3), (2, 1, 3, 5)]),
     "transport": (reference.transport, [(1, 3), (2, 1, 3, 5)]),

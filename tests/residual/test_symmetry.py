@@ -5,9 +5,9 @@ import torch
 from torch import Tensor
 
 from dualres.config import ResidualConfig
-from dualres.model.decoder import Decoder
+from dualres.model.decoder import Decoder, build_decoder
 from dualres.residual.gates import Gate
-from tests.small import build_decoder, model_config, next_token_loss, real_text
+from tests.small import model_config, next_token_loss, real_text
 
 METHODS = {
     "dar-block": ResidualConfig("dar-block", layers_per_block=2, gate_scale=0.0),

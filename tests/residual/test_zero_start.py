@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from dualres.config import ResidualConfig
+from dualres.model.decoder import build_decoder
 from dualres.residual import registry
-from tests.small import FEEDFORWARDS, RESIDUALS, build_decoder, model_config, random_tokens, relative_error
+from tests.small import FEEDFORWARDS, RESIDUALS, model_config, random_tokens, relative_error
 
 METHODS = {
     **{name: config for name, config in RESIDUALS.items() if name != "standard"},
