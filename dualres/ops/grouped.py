@@ -7,6 +7,7 @@
 import torch
 from torch import Tensor
 from torch.nn.functional import grouped_mm
+from torch.utils.flop_counter import register_flop_formula
 
 
 @torch.library.custom_op("dualres::grouped_linear", mutates_args=())
@@ -53,3 +54,17 @@ def _backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tup
 
 
 grouped_linear.register_autograd(_backward, setup_context=_save)
+
+
+@register_flop_formula(torch.ops.dualres.grouped_linear)
+def _flops(rows: torch.Size, weight: torch.Size, counts: torch.Size, out_shape: torch.Size, **_: object) -> int:
+    """A multiplication and an addition for each row and entry of its weight, whatever the group."""
+    return 2 * rows[0] * weight[1] * weight[2]
+
+
+@register_flop_formula(torch.ops.dualres.grouped_linear_weight_gradient)
+def _gradient_flops(
+    gradient: torch.Size, rows: torch.Size, counts: torch.Size, out_shape: torch.Size, **_: object
+) -> int:
+    """As many as in the forward pass."""
+    return 2 * rows[0] * rows[1] * gradient[1]

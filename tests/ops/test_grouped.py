@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.autograd import gradcheck
 from torch.library import opcheck
+from torch.utils.flop_counter import FlopCounterMode
 
 from dualres.ops import grouped_linear
 from tests.small import relative_error
@@ -49,3 +50,11 @@ def test_is_a_proper_operator(dtype: torch.dtype):
     rows = torch.randn(6, 8, dtype=dtype, requires_grad=True)
     weight = torch.randn(3, 16, 8, dtype=dtype, requires_grad=True)
     opcheck(grouped_linear, (rows, weight, torch.tensor([2, 0, 4])))
+
+
+def test_flops_are_counted():
+    """Forward, and two products of the same size backward."""
+    rows, weight = torch.randn(6, 8, requires_grad=True), torch.randn(3, 16, 8, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        grouped_linear(rows, weight, torch.tensor([2, 0, 4])).sum().backward()
+    assert counter.get_total_flops() == 3 * 2 * 6 * 16 * 8
