@@ -1,6 +1,7 @@
 """The command line: `dualres COMMAND --help` explains each."""
 
 import argparse
+import io
 import json
 import sys
 from collections.abc import Sequence
@@ -29,10 +30,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader, `head` say, has seen enough
         sys.stderr.close()
         return 0
+    except OSError as error:
+        print(f"dualres: cannot write the output: {error}", file=sys.stderr)
+        return 1
 
 
 def run() -> None:
-    """The console script."""
+    """The console script. A terminal that cannot show × or ρ gets a question mark."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     sys.exit(main())
 
 

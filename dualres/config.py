@@ -4,6 +4,7 @@ Every key is described in docs/configuration.md. dualres/experiment.py reads the
 """
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -28,8 +29,8 @@ class MoEConfig:
                 f"model.moe.active={self.active} exceeds model.moe.experts={self.experts}: "
                 f"use at most {self.experts} active experts"
             )
-        if self.aux_coefficient < 0:
-            raise ConfigError(f"model.moe.aux_coefficient={self.aux_coefficient} is negative: use 0 or more")
+        _not_negative(self, "model.moe", "aux_coefficient")
+        _finite(self, "model.moe", "aux_coefficient")
         _multiple_of_8("model.moe.expert_width", self.expert_width)
 
 
@@ -53,27 +54,27 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         _positive(self, "model", "layers", "width", "heads", "kv_heads", "vocab_size", "context", "rope_base")
-        if self.width % self.heads:
+        _positive(self, "model", "norm_eps", "init_std")
+        _finite(self, "model", "rope_base", "norm_eps", "init_std")
+        if self.width % (2 * self.heads):
+            fitting = _divisors(self.width // 2) if self.width % 2 == 0 else []
+            remedy = f"use heads {_choices(fitting)}" if fitting else "use an even width"
             raise ConfigError(
-                f"model.width={self.width} is not divisible by model.heads={self.heads}: "
-                f"use heads {_divisors(self.width)}"
+                f"model.width={self.width} does not split into model.heads={self.heads} heads of even width, which "
+                f"rotary positions need: {remedy}"
             )
         if self.heads % self.kv_heads:
             raise ConfigError(
                 f"model.heads={self.heads} is not divisible by model.kv_heads={self.kv_heads}: "
-                f"use kv_heads {_divisors(self.heads)}"
+                f"use kv_heads {_choices(_divisors(self.heads))}"
             )
-        if self.head_width % 2:
-            raise ConfigError(
-                f"model.width={self.width} over model.heads={self.heads} gives heads of odd width {self.head_width}, "
-                f"which rotary positions cannot split: use a width that is a multiple of {2 * self.heads}"
-            )
-        if self.norm_eps < 0:
-            raise ConfigError(f"model.norm_eps={self.norm_eps} is negative: use a small positive number such as 1e-6")
-        if self.init_std <= 0:
-            raise ConfigError(f"model.init_std={self.init_std} is not positive: use a number such as 0.02")
         if self.embedding_width is not None:
             _positive(self, "model", "embedding_width")
+            if self.embedding_width > self.width:
+                raise ConfigError(
+                    f"model.embedding_width={self.embedding_width} exceeds model.width={self.width}: use at most "
+                    f"{self.width}, or null for a table as wide as the model"
+                )
         if self.moe is None:
             if self.ffn_width is None:
                 raise ConfigError(
@@ -109,6 +110,7 @@ class ResidualConfig:
 
     def __post_init__(self) -> None:
         k = self.layers_per_block
+        _finite(self, "residual", "layers_per_block", "gate_scale", "rho_bias")
         if k is not None and (k <= 0 or 2 * k != int(2 * k)):
             raise ConfigError(
                 f"residual.layers_per_block={k} does not cut between branches: use 0.5 (one branch), 1, 1.5, 2, …"
@@ -169,12 +171,15 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         _positive(self, "train", "tokens", "micro_batch", "global_batch", "learning_rate", "clip", "validation_tokens")
-        if self.warmup_steps < 0:
-            raise ConfigError(f"train.warmup_steps={self.warmup_steps} is negative: use 0 or more")
+        _positive(self, "train", "adam_eps")
+        _not_negative(self, "train", "warmup_steps", "weight_decay")
+        _finite(self, "train", "learning_rate", "min_learning_rate", "clip", "adam_eps", "weight_decay")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ConfigError(f"train.betas={self.betas} are not all in [0, 1): use (0.9, 0.95)")
         if self.global_batch % self.micro_batch:
             raise ConfigError(
                 f"train.global_batch={self.global_batch} is not divisible by train.micro_batch={self.micro_batch}: "
-                f"use micro_batch {_divisors(self.global_batch)}"
+                f"use micro_batch {_choices(_divisors(self.global_batch))}"
             )
         if not 0 <= self.min_learning_rate <= self.learning_rate:
             raise ConfigError(
@@ -192,10 +197,30 @@ class Config:
     train: TrainConfig
 
 
+LARGEST = 2**28  # of any size in a model: more would not fit into the address space of tensors
+
+
 def _positive(config: object, where: str, *keys: str) -> None:
     for key in keys:
-        if getattr(config, key) <= 0:
-            raise ConfigError(f"{where}.{key}={getattr(config, key)} is not positive: use 1 or more")
+        value = getattr(config, key)
+        if not value > 0:
+            remedy = "1 or more" if isinstance(value, int) else "a number above 0"
+            raise ConfigError(f"{where}.{key}={value} is not positive: use {remedy}")
+        if where.startswith("model") and value > LARGEST:
+            raise ConfigError(f"{where}.{key}={value} is larger than any model: use at most {LARGEST}")
+
+
+def _not_negative(config: object, where: str, *keys: str) -> None:
+    for key in keys:
+        if not getattr(config, key) >= 0:
+            raise ConfigError(f"{where}.{key}={getattr(config, key)} is negative: use 0 or more")
+
+
+def _finite(config: object, where: str, *keys: str) -> None:
+    for key in keys:
+        value = getattr(config, key)
+        if value is not None and not math.isfinite(value):
+            raise ConfigError(f"{where}.{key}={value} is not finite: use a number")
 
 
 def _multiple_of_8(where: str, value: int) -> None:
@@ -206,7 +231,12 @@ def _multiple_of_8(where: str, value: int) -> None:
         )
 
 
-def _divisors(n: int) -> str:
-    """The divisors of n as text: '1, 2, 5 or 10'."""
-    found = [str(k) for k in range(1, n + 1) if n % k == 0]
-    return f"{', '.join(found[:-1])} or {found[-1]}" if len(found) > 1 else found[0]
+def _divisors(n: int) -> list[int]:
+    small = [k for k in range(1, math.isqrt(n) + 1) if n % k == 0]
+    return sorted({*small, *(n // k for k in small)})
+
+
+def _choices(values: list[int]) -> str:
+    """Numbers as text: '1, 2, 5 or 10'."""
+    *others, last = map(str, values)
+    return f"{', '.join(others)} or {last}" if others else last

@@ -13,6 +13,7 @@ def describe(config: Config) -> dict[str, Any]:
     """Everything that `dualres describe` shows, as plain data."""
     decoder = build_decoder(config.model, config.residual, device="meta")
     places = registry.places(2 * config.model.layers, config.residual)
+    options = registry.resolve(config.residual)
     blocks = []
     first = 0
     for b, (place, block) in enumerate(zip(places, decoder.stack, strict=True), start=1):
@@ -22,7 +23,7 @@ def describe(config: Config) -> dict[str, Any]:
                 "block": b,
                 "branches": [first + 1, last],
                 "sees": [0, b - 1] if block.pathway.keeps_history else [b - 1, b - 1],
-                "sets": len(set(place.sets)),
+                "sets": len(set(place.sets)) if "sets" in options else 0,
                 "parameters": sum(p.numel() for p in block.pathway.parameters()),
             }
         )
@@ -34,10 +35,13 @@ def describe(config: Config) -> dict[str, Any]:
             "method": config.residual.method,
             "streams": decoder.stack.streams,
             "branches_per_block": places[0].branches,
-            **registry.resolve(config.residual),
+            **options,
         },
         "blocks": blocks,
-        "readout_parameters": sum(p.numel() for p in decoder.stack.readout.parameters()),
+        "readout": {
+            "sees": [0 if block.pathway.keeps_history else len(places), len(places)],
+            "parameters": sum(p.numel() for p in decoder.stack.readout.parameters()),
+        },
         "parameters": {**count._asdict(), "excluding_vocabulary": count.total - count.vocabulary},
         "flops_per_token": {**flops._asdict(), "forward": flops.total, "training": 3 * flops.total},
         "residual_state_bytes_per_token": {**state._asdict(), "dtype": "bfloat16"},
@@ -57,8 +61,8 @@ def as_text(described: dict[str, Any], title: str) -> str:
         title,
         f"  decoder    {model['layers']} layers, width {model['width']}, heads {model['heads']} / {model['kv_heads']}, "
         f"{feedforward}, vocabulary {model['vocab_size']:,} {'tied' if model['tied_embeddings'] else 'untied'}",
-        f"  residual   {residual['method']}: {residual['streams']} stream{'s'[: residual['streams'] > 1]}, "
-        f"{residual['branches_per_block']} branches per block{'; ' if options else ''}{options}",
+        f"  residual   {residual['method']}: {_number(residual['streams'], 'stream', 'streams')}, "
+        f"{_number(residual['branches_per_block'], 'branch', 'branches')} per block{'; ' if options else ''}{options}",
         "",
     ]
     rows = [
@@ -66,14 +70,13 @@ def as_text(described: dict[str, Any], title: str) -> str:
             block["block"],
             "{}–{}".format(*block["branches"]),
             _states(*block["sees"]),
-            block["sets"],
+            block["sets"] or "",
             block["parameters"],
         ]
         for block in described["blocks"]
     ]
-    final = described["blocks"][-1]
-    sees = _states(final["sees"][0] if final["sees"][0] == 0 else final["block"], final["block"])
-    rows.append(["readout", "", sees, "", described["readout_parameters"]])
+    readout = described["readout"]
+    rows.append(["readout", "", _states(*readout["sees"]), "", readout["parameters"]])
     lines += [table(["block", "branches", "sees", "sets", "residual parameters"], rows), ""]
 
     count, flops = described["parameters"], described["flops_per_token"]
@@ -94,6 +97,10 @@ def as_text(described: dict[str, Any], title: str) -> str:
 
 def _states(first: int, last: int) -> str:
     return f"H{first}" if first == last else f"H{first} … H{last}"
+
+
+def _number(n: int, one: str, many: str) -> str:
+    return f"{n} {one if n == 1 else many}"
 
 
 def _short(n: int) -> str:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import math
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -11,6 +12,7 @@ from typing import Any, Literal, TypeVar
 import yaml
 
 from dualres.config import Config, ConfigError
+from dualres.residual import registry
 
 _PACKAGE = Path(__file__).parent
 # Inside the package when installed, beside it in a checkout.
@@ -22,19 +24,25 @@ T = TypeVar("T")
 def load_config(scale: str, residual: str, overrides: Sequence[str] = ()) -> Config:
     """The experiment SCALE × RESIDUAL: names from `configs/`, or paths of YAML files, then `key.path=value` overrides.
 
-    The scale may carry a `residual` section with the block size of that scale; the residual's own file wins over it.
+    The scale's `layers_per_block` goes to a residual that has no block size of its own: to the block forms.
     """
     data = _read("scale", scale)
+    scale_block = data.pop("layers_per_block", None)
     _merge(data, {"residual": _read("residual", residual)})
     for override in overrides:
         path, equals, text = override.partition("=")
         if not equals or not path:
             raise ConfigError(f"override {override!r} is not of the form key.path=value: write model.layers=8")
-        value: Any = yaml.safe_load(text)
+        value = _yaml(text, f"override {override!r}")
         for key in reversed(path.split(".")):
             value = {key: value}
         _merge(data, value)
-    return _build(Config, data, "")
+    config = _build(Config, data, "")
+    block_form = registry.method(config.residual.method).layers_per_block is None
+    if scale_block is None or config.residual.layers_per_block is not None or not block_form:
+        return config
+    scale_block = _convert(float, scale_block, "layers_per_block")
+    return dataclasses.replace(config, residual=dataclasses.replace(config.residual, layers_per_block=scale_block))
 
 
 def names(kind: Literal["scale", "residual"]) -> list[str]:
@@ -54,9 +62,9 @@ def _read(kind: Literal["scale", "residual"], name: str, beneath: tuple[Path, ..
         hint = f"did you mean {close[0]}? " if close else ""
         raise ConfigError(f"no {kind} {name!r}: {hint}use one of {', '.join(names(kind))}, or the path of a YAML file")
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}") from None
+        data = _yaml(path.read_text(encoding="utf-8"), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
     if not isinstance(data, dict):
         raise ConfigError(f"{path} holds no mapping: write key: value lines as in configs/{kind}/")
     base = data.pop("base", None)
@@ -67,6 +75,15 @@ def _read(kind: Literal["scale", "residual"], name: str, beneath: tuple[Path, ..
     under = _read(kind, str(base), (*beneath, path.resolve()))
     _merge(under, data)
     return under
+
+
+def _yaml(text: str, where: str) -> Any:
+    """Plain YAML, without tags that build objects."""
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{where} is not valid YAML: {reason}") from None
 
 
 def _merge(into: dict[str, Any], over: Mapping[str, Any]) -> None:
@@ -120,11 +137,11 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
     if hint in (int, float) and not isinstance(value, bool):
         try:
             number = float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             number = float("nan")
-        if hint is float and number == number:
+        if hint is float and math.isfinite(number):
             return number
-        if hint is int and number == number and abs(number) != float("inf") and number == int(number):
+        if hint is int and math.isfinite(number) and number == int(number):
             return value if isinstance(value, int) else int(number)
-    wanted = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}[hint]
+    wanted = {bool: "true or false", int: "a whole number", float: "a finite number", str: "text"}[hint]
     raise ConfigError(f"{where}={value!r} is not {wanted}: give {wanted}")

@@ -7,7 +7,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """Rows under a header, in aligned columns: numbers to the right, text to the left."""
     cells = [[_text(cell) for cell in row] for row in rows]
     widths = [max(len(line[i]) for line in [list(header), *cells]) for i in range(len(header))]
-    right = [all(_is_number(row[i]) for row in rows) for i in range(len(header))]
+    right = [all(_is_number(row[i]) for row in rows if row[i] != "") for i in range(len(header))]
 
     def line(values: Sequence[str]) -> str:
         padded = [v.rjust(w) if r else v.ljust(w) for v, w, r in zip(values, widths, right, strict=True)]

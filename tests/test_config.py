@@ -7,6 +7,7 @@ import pytest
 from dualres.config import ConfigError, ModelConfig, MoEConfig, ResidualConfig
 from dualres.experiment import load_config, names
 from dualres.model.decoder import build_decoder
+from dualres.residual import registry
 
 PAPER_SCALES = ["0.1b", "0.3b", "0.5b", "1b", "moe-7b"]
 
@@ -44,9 +45,11 @@ def test_paper_recipes(scale: str, steps: int, tokens_per_step: int):
 
 def test_full_forms_keep_their_block_size_at_every_scale():
     for scale in PAPER_SCALES:
-        blocks = {name: load_config(scale, name).residual.layers_per_block for name in names("residual")}
+        blocks = {name: registry.block_layers(load_config(scale, name).residual) for name in names("residual")}
         assert blocks["attnres-full"] == blocks["attnres-vproj"] == 0.5
         assert {blocks[f"dar-{form}"] for form in ("full", "selfkv", "fixedkv", "crossv")} == {1}
+        renamed = load_config(scale, "dar-block", ["residual.method=dar-full"]).residual
+        assert registry.block_layers(renamed) == 1
 
 
 def test_overrides():
@@ -55,7 +58,7 @@ def test_overrides():
     )
     assert (config.residual.streams, config.train.learning_rate, config.train.tokens) == (3, 1e-3, 2_000_000)
     assert config.train.compile == "off"
-    assert load_config("nano", "dar-block", ["residual.layers_per_block=null"]).residual.layers_per_block is None
+    assert load_config("nano", "dar-block", ["residual.sets=branch", "residual.sets=null"]).residual.sets is None
 
 
 def test_a_file_of_ones_own(tmp_path: Path):
@@ -66,12 +69,27 @@ def test_a_file_of_ones_own(tmp_path: Path):
 
 
 IMPOSSIBLE = [
-    ("model.heads=7", ["model.width=96", "model.heads=7", "6, 8"]),
+    ("model.heads=7", ["model.width=96", "model.heads=7", "use heads 1, 2, 3, 4, 6, 8, 12, 16, 24 or 48"]),
+    ("model.width=97", ["model.width=97", "use an even width"]),
+    ("model.width=1e20", ["model.width=100000000000000000000", "at most"]),
+    ("model.vocab_size=1e18", ["model.vocab_size=1000000000000000000", "at most"]),
+    ("model.layers=[1", ["model.layers=[1", "is not valid YAML"]),
+    ("model.layers=!!python/object:os.system {}", ["is not valid YAML"]),
+    ("model.embedding_width=9999", ["model.embedding_width=9999", "at most 96"]),
+    ("model.norm_eps=.inf", ["model.norm_eps=inf", "a finite number"]),
+    ("model.norm_eps=0", ["model.norm_eps=0.0", "above 0"]),
+    ("residual.gate_scale=.nan", ["residual.gate_scale=nan", "a finite number"]),
+    ("residual.layers_per_block=.inf", ["residual.layers_per_block=inf", "a finite number"]),
+    ("residual={method: attnres-vproj, value_rank: 97}", ["value_rank=97", "width 96"]),
+    ("train.learning_rate=0", ["train.learning_rate=0.0", "above 0"]),
+    ("train.weight_decay=-1", ["train.weight_decay=-1.0", "0 or more"]),
+    ("train.adam_eps=-1", ["train.adam_eps=-1.0", "above 0"]),
+    ("train.betas=[2, -1]", ["train.betas=(2.0, -1.0)", "(0.9, 0.95)"]),
     ("model.kv_heads=3", ["model.heads=4", "kv_heads=3", "1, 2 or 4"]),
-    ("model.width=100", ["width=100", "odd width 25", "multiple of 8"]),
+    ("model.width=100", ["width=100", "heads of even width", "1, 2, 5, 10, 25 or 50"]),
     ("model.layers=0", ["model.layers=0", "1 or more"]),
-    ("model.norm_eps=-1", ["model.norm_eps=-1.0", "1e-6"]),
-    ("model.init_std=0", ["model.init_std=0.0", "0.02"]),
+    ("model.norm_eps=-1", ["model.norm_eps=-1.0", "above 0"]),
+    ("model.init_std=0", ["model.init_std=0.0", "above 0"]),
     ("model.embedding_width=0", ["model.embedding_width=0", "1 or more"]),
     ("model.ffn_width=null", ["model.ffn_width is missing", "model.moe"]),
     ("model.moe={experts: 4, active: 2, expert_width: 8}", ["ffn_width=256 and model.moe are both set", "remove"]),
@@ -86,7 +104,10 @@ IMPOSSIBLE = [
     ("model=3", ["model=3", "model.KEY=VALUE"]),
     ("model.layers", ["'model.layers'", "key.path=value"]),
     ("residual.method=dar", ["residual.method='dar'", "dar-block"]),
-    ("residual.layers_per_block=0.5", ["layers_per_block=0.5", "collinear", "layers_per_block 1 or more"]),
+    (
+        "residual.layers_per_block=0.5",
+        ["layers_per_block=0.5", "16 branches", "collinear", "1 or more"],
+    ),
     ("residual.layers_per_block=1.25", ["layers_per_block=1.25", "0.5 (one branch), 1, 1.5"]),
     ("residual.layers_per_block=0", ["layers_per_block=0.0", "0.5 (one branch)"]),
     ("residual.layers_per_block=2.5", ["layers_per_block=2.5", "last block", "collinear"]),

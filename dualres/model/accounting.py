@@ -60,8 +60,10 @@ def flops_per_token(decoder: Decoder) -> Flops:
 
     `decoder` must be on the meta device: the residual pathways are run there on one token and their operations counted.
     """
+    if not decoder.norm.weight.is_meta:
+        raise ValueError(f"the decoder is on {decoder.norm.weight.device}: build it on the meta device to count flops")
     branches = attention = 0
-    for module in decoder.stack.modules():
+    for module in (module for block in decoder.stack for branch in block.branches for module in branch.modules()):
         if isinstance(module, nn.Linear):
             branches += 2 * module.weight.numel()
         elif isinstance(module, MoE):
@@ -125,6 +127,7 @@ class Arithmetic(TorchDispatchMode):
 
 _MOVES = {  # operations that copy or create and compute nothing
     torch.ops.aten._to_copy,
+    torch.ops.aten._unsafe_view,
     torch.ops.aten.cat,
     torch.ops.aten.clone,
     torch.ops.aten.constant_pad_nd,

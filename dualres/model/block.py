@@ -27,8 +27,16 @@ class ResidualBlock(nn.Module):
         state = self.pathway.open(history)
         for i, branch in enumerate(self.branches):
             h, state = self.pathway.read(state, i)
-            state = self.pathway.write(state, i, branch(h, **context))
+            state = self.pathway.write(state, i, same_shape(branch(h, **context), h))
         return self.pathway.close(state)
+
+
+def same_shape(update: Tensor, h: Tensor) -> Tensor:
+    """`update`, which a branch made of `h`; another shape would be broadcast into the streams without a word."""
+    if not isinstance(update, Tensor) or update.shape != h.shape:
+        found = tuple(update.shape) if isinstance(update, Tensor) else type(update).__name__
+        raise ValueError(f"a branch returned {found} for an input of {tuple(h.shape)}: it must return the same shape")
+    return update
 
 
 class ResidualStack(nn.Module):
@@ -58,7 +66,9 @@ def residual_stack(
 ) -> ResidualStack:
     """Put branches, each a module (B,T,D) -> (B,T,D) with its own input norm, on the residual pathway of your choice.
 
-    `residual` is a method's name, such as "dar-block", or a `ResidualConfig` with its options.
+    `residual` is a method's name, such as "dar-block", or a `ResidualConfig` with its options. Two branches count as a
+    layer, and `sets="block"` shares parameters between every second branch of a block, as attention and feed-forward
+    alternate; for branches in another order take `sets="branch"`.
     """
     config = ResidualConfig(residual) if isinstance(residual, str) else residual
     made = registry.build(dim, len(branches), config, eps)

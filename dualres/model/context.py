@@ -51,6 +51,8 @@ class RouterReport:
 
     def mean(self) -> Tensor:
         """The auxiliary loss as the paper's figure shows it: the mean over layers, 1 where routing is uniform."""
+        if not self.losses:
+            raise ValueError("no MoE layer has reported: pass the report to a forward pass of a model with experts")
         return torch.stack(list(self.losses.values())).mean()
 
 

@@ -55,9 +55,9 @@ class Vocabulary(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A decoder-only Transformer on any residual pathway."""
+    """A decoder-only Transformer on any residual pathway, with fresh weights drawn from `seed`."""
 
-    def __init__(self, model: ModelConfig, residual: ResidualConfig):
+    def __init__(self, model: ModelConfig, residual: ResidualConfig, seed: int = 42):
         super().__init__()
         self.config, self.residual_config = model, residual
         self.vocabulary = Vocabulary(
@@ -66,6 +66,8 @@ class Decoder(nn.Module):
         branches = [branch for layer in range(model.layers) for branch in layer_branches(model, layer)]
         self.stack = residual_stack(branches, model.width, residual, model.norm_eps)
         self.norm = nn.RMSNorm(model.width, model.norm_eps)
+        if not self.norm.weight.is_meta:
+            self.reset_parameters(seed)
 
     def forward(
         self,
@@ -82,6 +84,7 @@ class Decoder(nn.Module):
         router's auxiliary losses.
         """
         past = cache.get_seq_length() if cache is not None else 0
+        real = None if real is None else real.bool()
         length = tokens.shape[1]
         if real is None:
             positions = torch.arange(past, past + length, device=tokens.device)[None]
@@ -94,7 +97,7 @@ class Decoder(nn.Module):
         hidden = self.stack(embedding, context=Context(cosine, sine, mask, cache, report))
         return self.vocabulary.logits(self.norm(hidden))
 
-    def reset_parameters(self, seed: int) -> None:
+    def reset_parameters(self, seed: int = 42) -> None:
         """Draw all weights anew. The same seed gives the same vocabulary and branches under every residual method."""
         generator = torch.Generator(self.norm.weight.device).manual_seed(seed)
         branches = [branch for block in self.stack for branch in block.branches]
@@ -138,6 +141,6 @@ def _reset(module: nn.Module, std: float, generator: torch.Generator) -> None:
     elif isinstance(module, nn.RMSNorm):
         nn.init.ones_(module.weight)
     elif isinstance(module, MoE):
-        module.reset_experts(std, generator)
+        module.reset_parameters(generator, std)
     elif callable(reset := getattr(module, "reset_parameters", None)):
         reset(generator)

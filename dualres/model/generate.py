@@ -1,6 +1,7 @@
 """Continue prompts: greedy or sampled, in batches of unequal length, with or without a cache."""
 # B batch  T tokens  V vocabulary
 
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -24,8 +25,12 @@ def generate(
 
     Shorter prompts are padded on the left. `cached=False` runs the whole sequence again for every token.
     """
-    if not prompts or not all(prompts):
+    if len(prompts) == 0 or any(len(prompt) == 0 for prompt in prompts):
         raise ValueError(f"prompts={prompts!r}: each needs at least one token, for example the end-of-text token")
+    if new_tokens < 0:
+        raise ValueError(f"new_tokens={new_tokens} is negative: use 0 or more")
+    if not 0 <= temperature < float("inf"):
+        raise ValueError(f"temperature={temperature} is not a number from 0 up: use 0 for the likeliest token, or 1")
     device = decoder.norm.weight.device
     tokens, real = left_pad(prompts, device)
     cache = KVCache() if cached else None
@@ -45,7 +50,7 @@ def left_pad(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Te
     tokens = torch.zeros(len(prompts), length, dtype=torch.long, device=device)
     real = torch.zeros_like(tokens, dtype=torch.bool)
     for row, prompt in enumerate(prompts):
-        tokens[row, length - len(prompt) :] = torch.tensor(list(prompt), device=device)
+        tokens[row, length - len(prompt) :] = torch.tensor([operator.index(token) for token in prompt], device=device)
         real[row, length - len(prompt) :] = True
     return tokens, real
 

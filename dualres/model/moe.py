@@ -22,8 +22,9 @@ class MoE(nn.Module):
         self.router = nn.Linear(width, experts, bias=False)
         self.gate_up = nn.Parameter(torch.empty(experts, 2 * hidden, width))  # the gate's rows, then the up's
         self.down = nn.Parameter(torch.empty(experts, width, hidden))
+        self.reset_parameters()
 
-    def reset_experts(self, std: float, generator: torch.Generator | None = None) -> None:
+    def reset_parameters(self, generator: torch.Generator | None = None, std: float = 0.02) -> None:
         """The experts' weights N(0, std)."""
         nn.init.normal_(self.gate_up, std=std, generator=generator)
         nn.init.normal_(self.down, std=std, generator=generator)
@@ -47,12 +48,21 @@ class MoE(nn.Module):
     def mix_experts(self, tokens: Tensor, weights: Tensor, chosen: Tensor, assigned: Tensor) -> Tensor:
         """Sort the N·k assignments by expert, run each expert on its run of rows, add up per token. -> (N,D)"""
         order = chosen.flatten().argsort(stable=True)  # (N·k,) assignment n·k + slot, grouped by expert
-        rows = tokens.repeat_interleave(self.active, 0)[order]
-        gate, up = grouped_linear(rows, self.gate_up.to(rows.dtype), assigned).chunk(2, -1)
-        out = grouped_linear(silu(gate) * up, self.down.to(rows.dtype), assigned)
+        dtype = product_dtype(tokens)
+        rows = tokens.to(dtype).repeat_interleave(self.active, 0)[order]
+        gate, up = grouped_linear(rows, self.gate_up.to(dtype), assigned).chunk(2, -1)
+        out = grouped_linear(silu(gate) * up, self.down.to(dtype), assigned)
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         slots = out[back].unflatten(0, (-1, self.active))  # (N,k,D)
         return (slots * weights.unsqueeze(-1)).sum(1).to(tokens.dtype)
+
+
+def product_dtype(x: Tensor) -> torch.dtype:
+    """What a matrix product with `x` runs in: autocast's dtype where autocast is on, as `nn.Linear` does it."""
+    device = x.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return x.dtype
 
 
 @full_precision

@@ -39,6 +39,8 @@ class ValueProjected(AttnRes):
     """
 
     def __init__(self, dim: int, place: Place, *, eps: float, value_rank: int):
+        if value_rank > dim:
+            raise ValueError(f"value_rank={value_rank} exceeds the width {dim}: use 0, a full matrix, or a lower rank")
         super().__init__(dim, place, eps=eps, route=VALUE_PROJECTED)
         self.maps = nn.ModuleList(FullMap(dim) if value_rank == 0 else LowRankMap(dim, value_rank) for _ in place.sets)
 

@@ -33,7 +33,8 @@ class Dual(Retrieving):
         if place.branches == 1:
             raise ValueError(
                 "a DAR block of a single branch u (any, also the last block) has the state [β⁰u, β¹u], whose two "
-                "streams are collinear and tell nothing of each other: use layers_per_block 1 or more, a whole number"
+                "streams are collinear and tell nothing of each other: use layers_per_block 1 or more, and a number "
+                "that leaves no branch alone"
             )
         super().__init__(dim, place, eps=eps, route=route)
         transporting = place.transporting()

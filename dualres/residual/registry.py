@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from torch import nn
 
@@ -22,7 +22,7 @@ class Method(NamedTuple):
     streams: int | None  # J, copies of the embedding in H_0; None: the option `streams`
     pathway: Callable[..., Pathway]
     readout: Callable[..., nn.Module]
-    layers_per_block: float  # K where the config names none; half a layer is one branch
+    layers_per_block: float | None  # its own K, half a layer being one branch; None for a block form: the scale's
     options: Mapping[str, object]  # what the method takes, with its default
 
 
@@ -30,7 +30,7 @@ def _last_state(dim: int, *, eps: float) -> nn.Module:
     return LastState()
 
 
-def _dar(route: Route, layers_per_block: float) -> Method:
+def _dar(route: Route, layers_per_block: float | None) -> Method:
     options = {"sets": "block", "gate_scale": 1.0, "rho_bias": 2.0}
     return Method(2, partial(Dual, route=route), partial(Retrieval, route=route), layers_per_block, options)
 
@@ -41,15 +41,18 @@ _vproj_readout = partial(Retrieval, route=VALUE_PROJECTED)
 METHODS: dict[str, Method] = {
     "standard": Method(1, Standard, _last_state, 1, {}),
     "mhc": Method(None, HyperConnections, _last_state, 1, {"streams": 4, "gate_scale": 0.01, "sinkhorn_steps": 20}),
-    "attnres-block": Method(1, AttnRes, _attnres_readout, 2, {"sets": "block"}),
+    "attnres-block": Method(1, AttnRes, _attnres_readout, None, {"sets": "block"}),
     "attnres-full": Method(1, AttnRes, _attnres_readout, 0.5, {"sets": "block"}),
     "attnres-vproj": Method(2, ValueProjected, _vproj_readout, 0.5, {"sets": "block", "value_rank": 0}),
-    "dar-block": _dar(DUAL, 2),
+    "dar-block": _dar(DUAL, None),
     "dar-full": _dar(DUAL, 1),
     "dar-selfkv": _dar(SELF_KV, 1),
     "dar-fixedkv": _dar(FIXED_KV, 1),
     "dar-crossv": _dar(CROSS_V, 1),
 }
+
+
+DEFAULT_BLOCK_LAYERS = 2.0  # of a block form without a scale: the K of the paper's dense models
 
 
 class Residual(NamedTuple):
@@ -83,14 +86,16 @@ def resolve(config: ResidualConfig) -> dict[str, object]:
 
 
 def block_layers(config: ResidualConfig) -> float:
-    """K, the layers per block: the config's, or the method's default."""
-    return config.layers_per_block or method(config.method).layers_per_block
+    """K, the layers per block: the config's, or the method's own."""
+    return config.layers_per_block or method(config.method).layers_per_block or DEFAULT_BLOCK_LAYERS
 
 
 def places(branches: int, config: ResidualConfig) -> list[Place]:
     """Cut `branches` branches into blocks of 2K; the last is shorter when 2K does not divide them."""
     layers_per_block = block_layers(config)
     size = int(2 * layers_per_block)
+    if branches < 1:
+        raise ConfigError("there are no branches: give at least one")
     if size > branches:
         raise ConfigError(
             f"residual.layers_per_block={layers_per_block:g} is more than the {branches / 2:g} layers there are: "
@@ -104,10 +109,11 @@ def places(branches: int, config: ResidualConfig) -> list[Place]:
 def build(dim: int, branches: int, config: ResidualConfig, eps: float = 1e-6) -> Residual:
     """The pathways and the readout of a network of `branches` branches of width `dim`."""
     row, options, blocks = method(config.method), resolve(config), places(branches, config)
-    streams = row.streams or int(str(options["streams"]))
+    streams = row.streams or cast(int, options["streams"])
     options.pop("sets", None)
     try:
         pathways = [row.pathway(dim, place, eps=eps, **options) for place in blocks]
     except ValueError as error:
-        raise ConfigError(f"residual.layers_per_block={block_layers(config):g} with {config.method}: {error}") from None
+        cut = f"residual.layers_per_block={block_layers(config):g} cuts {branches} branches into {len(blocks)} blocks"
+        raise ConfigError(f"{cut} of {config.method}: {error}") from None
     return Residual(streams, blocks, pathways, row.readout(dim, eps=eps))
