@@ -1,5 +1,6 @@
 """What every pathway promises: nothing changed in place, nothing kept, nothing unused, and a lens on the streams."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -166,3 +167,37 @@ def test_streams_keep_their_dtype():
             block.register_forward_hook(lambda _, __, state: states.append(state))
         assert made(torch.randn(BATCH, LENGTH, WIDTH)).dtype == torch.float32
     assert {state.dtype for state in states} == {torch.float32}
+
+
+@pytest.mark.parametrize("answer", [lambda h: h[:, :1], lambda h: h[..., :1], lambda h: (h, h)], ids=["T", "D", "pair"])
+def test_a_branch_must_return_the_shape_it_got(answer: Any):
+    class Odd(nn.Module):
+        def forward(self, h: Tensor) -> Any:
+            return answer(h)
+
+    made = residual_stack([Odd(), Odd()], WIDTH, "dar-full")
+    with pytest.raises(ValueError, match=r"a branch returned .* for an input of \(3, 5, 11\)"):
+        made(torch.randn(BATCH, LENGTH, WIDTH))
+
+
+def by_branch(made: ResidualStack) -> list[list[nn.Module]]:
+    """Each branch with the gates that belong to it, if any."""
+    rows = []
+    for block in made:
+        for i, branch in enumerate(block.branches):
+            gates = [gates[i] for gates in block.pathway.children() if isinstance(gates, nn.ModuleList)]
+            rows.append([branch, *gates])
+    return rows
+
+
+@pytest.mark.parametrize("name", ["standard", "mhc-2"])
+def test_block_size_means_nothing_without_history(name: str):
+    """It only says what is sharded or recomputed together."""
+    first = stack(dataclasses.replace(RESIDUALS[name], layers_per_block=1))
+    embedding = torch.randn(BATCH, LENGTH, WIDTH)
+    for layers_per_block in (0.5, 1.5, 2, 5):
+        other = stack(dataclasses.replace(RESIDUALS[name], layers_per_block=layers_per_block))
+        for into, of in zip(by_branch(other), by_branch(first), strict=True):
+            for a, b in zip(into, of, strict=True):
+                a.load_state_dict(b.state_dict())
+        assert torch.equal(other(embedding), first(embedding))
