@@ -21,6 +21,7 @@ from torch.nn.functional import cross_entropy
 from dualres.config import ResidualConfig
 from dualres.experiment import load_config
 from dualres.model.decoder import Decoder, build_decoder
+from dualres.residual.registry import METHODS
 from dualres.table import table
 
 BATCH, HELD_OUT = 8, 128  # sequences per step, and of the validation set
@@ -31,7 +32,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--residual", default="dar-block")
+    methods = [name for name, row in METHODS.items() if "rho_bias" in row.options]
+    parser.add_argument("--residual", default="dar-block", choices=methods)
     parser.add_argument("--starts", default="1:0,1:2,1:4,0.01:0,0.01:4", help="gate_scale:rho_bias, …")
     arguments = parser.parse_args()
     model = load_config("nano", arguments.residual, ["model.vocab_size=256", "model.context=128"]).model
@@ -83,7 +85,7 @@ def sequences(text: Tensor, length: int) -> Tensor:
 
 
 def train(decoder: Decoder, text: Tensor, steps: int, seed: int) -> None:
-    """AdamW with linear warmup over a tenth of the steps and cosine decay to a tenth."""
+    """AdamW, weight decay on everything, linear warmup over a tenth of the steps and cosine decay to a tenth."""
     data = sequences(text, decoder.config.context)
     order = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed))
     optimizer = torch.optim.AdamW(decoder.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)

@@ -23,6 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         code: int = arguments.command(arguments)
+        sys.stdout.flush()
         return code
     except ConfigError as error:
         print(f"dualres: {error}", file=sys.stderr)

@@ -16,6 +16,7 @@ import time
 import torch
 from torch import Tensor, nn
 
+from dualres.config import ConfigError
 from dualres.experiment import load_config, names
 from dualres.model.decoder import Decoder, build_decoder
 from dualres.table import table
@@ -28,8 +29,13 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4, help="sequences, default 4")
     parser.add_argument("--rounds", type=int, default=5, help="how often each method is timed, default 5")
     arguments = parser.parse_args()
+    if arguments.batch < 1 or arguments.rounds < 1:
+        parser.error("--batch and --rounds must be 1 or more")
     residuals = sorted(names("residual"), key=lambda name: name != "standard")
-    configs = {name: load_config(arguments.scale, name) for name in residuals}
+    try:
+        configs = {name: load_config(arguments.scale, name) for name in residuals}
+    except ConfigError as error:
+        parser.error(str(error))
     decoders = {name: build_decoder(c.model, c.residual) for name, c in configs.items()}
     model = configs["standard"].model
     tokens = text_tokens(arguments.batch, model.context, model.vocab_size)
@@ -66,8 +72,9 @@ def main() -> None:
 def text_tokens(batch: int, length: int, vocabulary: int) -> Tensor:
     """Words of the Python documentation, each a number by its hash. -> (B,T+1)"""
     words = "\n".join(pydoc_data.topics.topics.values()).split()
-    ids = [sum(b * 31**i for i, b in enumerate(word.encode())) % vocabulary for word in words[: batch * (length + 1)]]
-    return torch.tensor(ids).view(batch, length + 1)
+    ids = [sum(b * 31**i for i, b in enumerate(word.encode())) % vocabulary for word in words]
+    positions = torch.arange(batch * (length + 1)) % len(ids)  # around again past the end
+    return torch.tensor(ids)[positions].view(batch, length + 1)
 
 
 def step(decoder: Decoder, tokens: Tensor) -> tuple[float, int, float]:

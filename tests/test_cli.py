@@ -1,6 +1,7 @@
 """The command line as a user meets it."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -61,3 +62,30 @@ def test_a_closed_pipe_is_no_error():
     command = f"{sys.executable} -m dualres params | head -n 1"
     done = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True, check=False)
     assert done.stderr == ""
+
+
+def test_a_full_disk_is_named():
+    if not os.path.exists("/dev/full"):
+        pytest.skip("this system has no /dev/full")
+    command = f"{sys.executable} -m dualres params > /dev/full"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "Traceback" not in done.stderr
+    assert "space" in done.stderr
+
+
+def test_a_terminal_without_greek():
+    done = subprocess.run(
+        [sys.executable, "-m", "dualres", "describe", "nano", "dar-block"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+    )
+    assert done.returncode == 0
+    assert "nano ? dar-block" in done.stdout
+
+
+def test_a_readout_without_history_sees_the_last_state(capsys: pytest.CaptureFixture[str]):
+    assert main(["describe", "nano", "standard", "--set", "residual.layers_per_block=8", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["readout"]["sees"] == [1, 1]

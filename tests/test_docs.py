@@ -39,7 +39,7 @@ def test_links_lead_somewhere(page: Path):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_files_named_in_the_docs_exist(page: Path):
-    for name in re.findall(r"`((?:tests|examples|configs|dualres|docs)/[\w./-]+\.\w+)", page.read_text()):
+    for name in re.findall(r"`((?:tests|examples|benchmarks|configs|dualres|docs)/[\w./-]+\.\w+)", page.read_text()):
         if "highway" not in name:  # the method that docs/adding-a-residual.md makes up
             assert (ROOT / name).exists(), f"{page.name} names {name}"
 

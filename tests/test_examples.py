@@ -1,5 +1,6 @@
 """The examples run, and say what the docs say of them."""
 
+import os
 import re
 import subprocess
 import sys
@@ -14,7 +15,7 @@ def run(name: str, *arguments: str) -> str:
         capture_output=True,
         text=True,
         check=False,
-        env={"OMP_NUM_THREADS": "1", "PATH": ""},
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -42,7 +42,8 @@ class RouterReport:
     """Collects the auxiliary loss of every MoE layer of one forward pass, by layer.
 
     A layer that is recomputed overwrites its own entry, so it counts once. `scale` multiplies the gradient that the
-    auxiliary loss adds: 1 / accumulation steps where the language-model loss is divided by that.
+    auxiliary loss adds to every backward pass through the output: 1 / accumulation steps where the language-model loss
+    is divided by that, and the scaler's factor where one is used. Padding tokens are routed and counted like others.
     """
 
     def __init__(self, scale: float = 1.0):

@@ -1,4 +1,4 @@
-"""The operators of the residual pathways. What runs for which device is decided here and nowhere else."""
+"""The operators of the pathways, and the experts' product. Which runs on which device is decided here alone."""
 
 import functools
 from collections.abc import Callable

@@ -15,7 +15,7 @@ History = tuple[Tensor, ...]  # H_0 … H_{b-1}; each (J,B,T,D), contiguous, nev
 class Place(NamedTuple):
     """Where a block stands in its network: all that a pathway must know to create its parameters."""
 
-    history: int  # how many states H_0 … H_{b-1} it sees
+    history: int  # how many states H_0 … H_{b-1} come before it; a pathway without history sees the last alone
     sets: tuple[int, ...]  # the parameter set of each of its S branches, numbered from 0 in order of first use
 
     @property

@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from dualres.config import ResidualConfig
-from dualres.model import accounting
+from dualres.model import accounting, moe
 from dualres.model.decoder import build_decoder
+from dualres.ops import grouped_linear
 from tests.small import (
     FEEDFORWARDS,
     MOE,
@@ -101,3 +103,21 @@ def test_autocast(name: str, feedforward: str):
     next_token_loss(logits, tokens).backward()
     gradients(decoder)
     assert relative_error(logits, wanted) < 2e-2  # bfloat16 has 8 bits; weights, inputs and outputs are rounded
+
+
+def test_experts_follow_autocast(monkeypatch: pytest.MonkeyPatch):
+    """As every `nn.Linear` does: products in bfloat16, forward and backward, and float32 without autocast."""
+    seen: list[torch.dtype] = []
+
+    def watched(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+        seen.extend([rows.dtype, weight.dtype])
+        return grouped_linear(rows, weight, counts)
+
+    monkeypatch.setattr(moe, "grouped_linear", watched)
+    decoder, tokens = build_decoder(model_config("moe"), STANDARD), random_tokens()
+    with torch.autocast("cpu", torch.bfloat16):
+        decoder(tokens)
+    assert set(seen) == {torch.bfloat16}
+    seen.clear()
+    decoder(tokens)
+    assert set(seen) == {torch.float32}

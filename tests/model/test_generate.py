@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from dualres.config import ResidualConfig
-from dualres.model.context import KVCache, attention_mask
+from dualres.model.context import KVCache, RouterReport, attention_mask
 from dualres.model.decoder import Decoder
 from dualres.model.generate import generate
 from tests.small import FEEDFORWARDS, RESIDUALS, model_config, random_tokens, relative_error, stirred
@@ -160,3 +160,36 @@ def test_no_new_tokens(one_decoder):
 def test_empty_prompt(one_decoder, prompts):
     with pytest.raises(ValueError, match="at least one token"):
         generate(one_decoder, prompts, 3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"prompts": []}, "at least one token"),
+        ({"new_tokens": -1}, "new_tokens=-1 is negative"),
+        ({"temperature": -1.0}, "temperature=-1.0"),
+        ({"temperature": float("nan")}, "temperature=nan"),
+    ],
+)
+def test_impossible_requests(one_decoder, arguments, says):
+    with pytest.raises(ValueError, match=says):
+        generate(one_decoder, **{"prompts": PROMPTS, "new_tokens": 1, **arguments})
+
+
+def test_prompts_of_other_kinds(one_decoder):
+    wanted = generate(one_decoder, PROMPTS, 3)
+    assert generate(one_decoder, [torch.tensor(prompt) for prompt in PROMPTS], 3) == wanted  # type: ignore[misc]
+    assert generate(one_decoder, PROMPTS, 0) == [[], [], []]
+    with pytest.raises(TypeError):
+        generate(one_decoder, [[1.5]], 1)  # type: ignore[list-item]
+
+
+def test_real_tokens_as_numbers(one_decoder):
+    """Tokenizers give 0 and 1."""
+    tokens = random_tokens(len(REAL), LENGTH)
+    assert torch.equal(one_decoder(tokens, real=REAL_TOKENS.long()), one_decoder(tokens, real=REAL_TOKENS))
+
+
+def test_an_empty_report_says_so():
+    with pytest.raises(ValueError, match="no MoE layer has reported"):
+        RouterReport().mean()
