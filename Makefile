@@ -19,7 +19,7 @@ test: install lint ## lint, types and all tests but the slow ones
 	$(BIN)/pytest -q -n 2 -m 'not slow'
 
 test-slow: install ## the slow tests
-	$(BIN)/pytest -q -m slow
+	$(BIN)/pytest -q -n 2 -m slow
 
 lint: install
 	$(BIN)/ruff check .
