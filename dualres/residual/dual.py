@@ -49,14 +49,14 @@ class Dual(Retrieving):
         retrieved = self.retrieve(state, i)  # (2,B,T,D)
         alpha = torch.sigmoid(gates.alpha(retrieved))
         beta = 2 * torch.sigmoid(gates.beta(retrieved))
-        rho = None if state.live is None or gates.rho is None else torch.sigmoid(gates.rho(state.live))[0]
+        rho = None if state.live is None else torch.sigmoid(cast(Gate, gates.rho)(state.live))[0]
         return ops.mix(alpha, retrieved), Gated(*state, beta, rho)
 
     def write(self, state: Gated, i: int, update: Tensor) -> State:
         """P¹ = [β⁰u, β¹u], then P^i = M(ρ) P^{i−1} + [β⁰u, β¹u]"""
         live = ops.gated_write(state.beta, update.to(state.retrieved.dtype))
-        if state.live is not None and state.rho is not None:
-            live = ops.transport(state.rho, state.live) + live
+        if state.live is not None:
+            live = ops.transport(cast(Tensor, state.rho), state.live) + live
         return State(state.retrieved, state.log_partition, live)
 
 

@@ -77,6 +77,16 @@ def with_weights_of(theirs: nn.Module, config: ModelConfig, names: Mapping[str, 
     return ours, full
 
 
+def assert_same_model(ours: Decoder, theirs: nn.Module, names: Mapping[str, str]) -> None:
+    tokens = random_tokens()
+    our_logits, their_logits = ours(tokens), theirs(tokens).logits
+    assert their_logits.std() > 0.3
+    assert relative_error(our_logits, their_logits) < TOLERANCE
+    next_token_loss(our_logits, tokens).backward()
+    next_token_loss(their_logits, tokens).backward()
+    assert_same_gradients(ours, theirs, names)
+
+
 def assert_same_gradients(ours: Decoder, theirs: nn.Module, names: Mapping[str, str]) -> None:
     wanted = {name: p.grad for name, p in theirs.named_parameters()}
     for name, grad in gradients(ours).items():
@@ -89,13 +99,7 @@ def assert_same_gradients(ours: Decoder, theirs: nn.Module, names: Mapping[str, 
 def test_logits_and_gradients(name):
     theirs = llama(CONFIGS[name])
     ours, names = with_weights_of(theirs, CONFIGS[name], LLAMA_NAMES)
-    tokens = random_tokens()
-    our_logits, their_logits = ours(tokens), theirs(tokens).logits
-    assert their_logits.std() > 0.3
-    assert relative_error(our_logits, their_logits) < TOLERANCE
-    next_token_loss(our_logits, tokens).backward()
-    next_token_loss(their_logits, tokens).backward()
-    assert_same_gradients(ours, theirs, names)
+    assert_same_model(ours, theirs, names)
 
 
 @pytest.mark.parametrize("lengths", [(19, 19, 19), (19, 7, 1), (2, 19, 18)], ids=str)
