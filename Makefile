@@ -30,7 +30,7 @@ format: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-demo: install ## the paper's parameter tables, then one training step of every method
+demo: install ## the paper's parameter tables, then a forward and backward pass of every method
 	$(BIN)/dualres params
 	$(BIN)/python examples/every_method.py
 

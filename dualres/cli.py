@@ -12,7 +12,7 @@ from dualres.experiment import load_config, names
 
 _OVERRIDES = """
 overrides:
-  --set changes any key of the two files, as often as needed:
+  --set changes any key of the scale's and the residual's file, as often as needed:
     --set residual.layers_per_block=4 --set residual.sets=branch --set model.layers=12
   docs/configuration.md lists every key.
 """

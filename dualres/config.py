@@ -4,13 +4,24 @@ Every key is described in docs/configuration.md. dualres/experiment.py reads the
 """
 
 import dataclasses
-import math
 from dataclasses import dataclass, field
 from typing import Literal
 
+from dualres.fields import (
+    ConfigError,
+    choices,
+    divides,
+    divisors,
+    multiple_of_8,
+    not_negative,
+    positive,
+    settle,
+)
 
-class ConfigError(ValueError):
-    """A config that cannot work: the message names the field, the value and the remedy."""
+__all__ = ["Config", "ConfigError", "MoEConfig", "ModelConfig", "ParallelConfig", "ResidualConfig", "TrainConfig"]
+
+MOST_STREAMS = 64  # a token's mixing matrix is streams × streams
+MOST_SINKHORN_STEPS = 1000
 
 
 @dataclass(frozen=True)
@@ -23,15 +34,15 @@ class MoEConfig:
     aux_coefficient: float = 0.01
 
     def __post_init__(self) -> None:
-        _positive(self, "model.moe", "experts", "active", "expert_width")
+        settle(self, "model.moe.")
+        positive(self, "model.moe.", "experts", "active", "expert_width")
         if self.active > self.experts:
             raise ConfigError(
                 f"model.moe.active={self.active} exceeds model.moe.experts={self.experts}: "
                 f"use at most {self.experts} active experts"
             )
-        _not_negative(self, "model.moe", "aux_coefficient")
-        _finite(self, "model.moe", "aux_coefficient")
-        _multiple_of_8("model.moe.expert_width", self.expert_width)
+        not_negative(self, "model.moe.", "aux_coefficient")
+        multiple_of_8("model.moe.expert_width", self.expert_width)
 
 
 @dataclass(frozen=True)
@@ -53,12 +64,12 @@ class ModelConfig:
     moe: MoEConfig | None = None
 
     def __post_init__(self) -> None:
-        _positive(self, "model", "layers", "width", "heads", "kv_heads", "vocab_size", "context", "rope_base")
-        _positive(self, "model", "norm_eps", "init_std")
-        _finite(self, "model", "rope_base", "norm_eps", "init_std")
+        settle(self, "model.")
+        positive(self, "model.", "layers", "width", "heads", "kv_heads", "vocab_size", "context", "rope_base")
+        positive(self, "model.", "norm_eps", "init_std")
         if self.width % (2 * self.heads):
-            fitting = _divisors(self.width // 2) if self.width % 2 == 0 else []
-            remedy = f"use heads {_choices(fitting)}" if fitting else "use an even width"
+            fitting = divisors(self.width // 2) if self.width % 2 == 0 else []
+            remedy = f"use heads {choices(fitting)}" if fitting else "use an even width"
             raise ConfigError(
                 f"model.width={self.width} does not split into model.heads={self.heads} heads of even width, which "
                 f"rotary positions need: {remedy}"
@@ -66,10 +77,10 @@ class ModelConfig:
         if self.heads % self.kv_heads:
             raise ConfigError(
                 f"model.heads={self.heads} is not divisible by model.kv_heads={self.kv_heads}: "
-                f"use kv_heads {_choices(_divisors(self.heads))}"
+                f"use kv_heads {choices(divisors(self.heads))}"
             )
         if self.embedding_width is not None:
-            _positive(self, "model", "embedding_width")
+            positive(self, "model.", "embedding_width")
             if self.embedding_width > self.width:
                 raise ConfigError(
                     f"model.embedding_width={self.embedding_width} exceeds model.width={self.width}: use at most "
@@ -80,14 +91,14 @@ class ModelConfig:
                 raise ConfigError(
                     "model.ffn_width is missing: set it for a dense model, or set model.moe for a sparse one"
                 )
-            _positive(self, "model", "ffn_width")
+            positive(self, "model.", "ffn_width")
         else:
             if self.ffn_width is not None:
                 raise ConfigError(
                     f"model.ffn_width={self.ffn_width} and model.moe are both set: remove ffn_width for a sparse "
                     "model (its experts have model.moe.expert_width), or moe for a dense one"
                 )
-            _multiple_of_8("model.width", self.width)
+            multiple_of_8("model.width", self.width)
 
     @property
     def head_width(self) -> int:
@@ -109,18 +120,16 @@ class ResidualConfig:
     value_rank: int | None = None
 
     def __post_init__(self) -> None:
+        settle(self, "residual.")
         k = self.layers_per_block
-        _finite(self, "residual", "layers_per_block", "gate_scale", "rho_bias")
-        if k is not None and (k <= 0 or 2 * k != int(2 * k)):
+        if k is not None and (k <= 0 or not (2 * k).is_integer()):
             raise ConfigError(
                 f"residual.layers_per_block={k} does not cut between branches: use 0.5 (one branch), 1, 1.5, 2, …"
             )
-        if self.sets not in (None, "block", "branch"):
-            raise ConfigError(f"residual.sets={self.sets!r} is unknown: use block or branch")
-        for name in ("streams", "sinkhorn_steps"):
+        for name, most in (("streams", MOST_STREAMS), ("sinkhorn_steps", MOST_SINKHORN_STEPS)):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"residual.{name}={value} is not positive: use 1 or more")
+            if value is not None and not 1 <= value <= most:
+                raise ConfigError(f"residual.{name}={value} is not possible: use 1 or more, and at most {most}")
         if self.value_rank is not None and self.value_rank < 0:
             raise ConfigError(f"residual.value_rank={self.value_rank} is negative: use 0 (a full matrix) or a rank")
 
@@ -142,7 +151,8 @@ class ParallelConfig:
     zero_stage: int = 0
 
     def __post_init__(self) -> None:
-        _positive(self, "train.parallel", "tensor", "pipeline", "expert", "context")
+        settle(self, "train.parallel.")
+        positive(self, "train.parallel.", "tensor", "pipeline", "expert", "context")
         if self.zero_stage not in (0, 1, 2, 3):
             raise ConfigError(f"train.parallel.zero_stage={self.zero_stage} is unknown: use 0, 1, 2 or 3")
 
@@ -170,16 +180,16 @@ class TrainConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     def __post_init__(self) -> None:
-        _positive(self, "train", "tokens", "micro_batch", "global_batch", "learning_rate", "clip", "validation_tokens")
-        _positive(self, "train", "adam_eps")
-        _not_negative(self, "train", "warmup_steps", "weight_decay")
-        _finite(self, "train", "learning_rate", "min_learning_rate", "clip", "adam_eps", "weight_decay")
+        settle(self, "train.")
+        positive(self, "train.", "tokens", "micro_batch", "global_batch", "learning_rate", "clip", "validation_tokens")
+        positive(self, "train.", "adam_eps")
+        not_negative(self, "train.", "warmup_steps", "weight_decay")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(f"train.betas={self.betas} are not all in [0, 1): use (0.9, 0.95)")
         if self.global_batch % self.micro_batch:
             raise ConfigError(
                 f"train.global_batch={self.global_batch} is not divisible by train.micro_batch={self.micro_batch}: "
-                f"use micro_batch {_choices(_divisors(self.global_batch))}"
+                f"use micro_batch {choices(divisors(self.global_batch))}"
             )
         if not 0 <= self.min_learning_rate <= self.learning_rate:
             raise ConfigError(
@@ -196,47 +206,20 @@ class Config:
     residual: ResidualConfig
     train: TrainConfig
 
-
-LARGEST = 2**28  # of any size in a model: more would not fit into the address space of tensors
-
-
-def _positive(config: object, where: str, *keys: str) -> None:
-    for key in keys:
-        value = getattr(config, key)
-        if not value > 0:
-            remedy = "1 or more" if isinstance(value, int) else "a number above 0"
-            raise ConfigError(f"{where}.{key}={value} is not positive: use {remedy}")
-        if where.startswith("model") and value > LARGEST:
-            raise ConfigError(f"{where}.{key}={value} is larger than any model: use at most {LARGEST}")
-
-
-def _not_negative(config: object, where: str, *keys: str) -> None:
-    for key in keys:
-        if not getattr(config, key) >= 0:
-            raise ConfigError(f"{where}.{key}={getattr(config, key)} is negative: use 0 or more")
-
-
-def _finite(config: object, where: str, *keys: str) -> None:
-    for key in keys:
-        value = getattr(config, key)
-        if value is not None and not math.isfinite(value):
-            raise ConfigError(f"{where}.{key}={value} is not finite: use a number")
-
-
-def _multiple_of_8(where: str, value: int) -> None:
-    if value % 8:
-        raise ConfigError(
-            f"{where}={value} is not a multiple of 8, and the experts' grouped matrix product reads rows in units of "
-            f"16 bytes: use {value // 8 * 8 or 8} or {(value // 8 + 1) * 8}"
-        )
-
-
-def _divisors(n: int) -> list[int]:
-    small = [k for k in range(1, math.isqrt(n) + 1) if n % k == 0]
-    return sorted({*small, *(n // k for k in small)})
-
-
-def _choices(values: list[int]) -> str:
-    """Numbers as text: '1, 2, 5 or 10'."""
-    *others, last = map(str, values)
-    return f"{', '.join(others)} or {last}" if others else last
+    def __post_init__(self) -> None:
+        settle(self, "")
+        model, train, parallel = self.model, self.train, self.train.parallel
+        step = train.global_batch * model.context
+        if train.tokens < step:
+            raise ConfigError(
+                f"train.tokens={train.tokens} is less than one step of train.global_batch={train.global_batch} × "
+                f"model.context={model.context} tokens: use at least {step}"
+            )
+        if train.warmup_steps > train.tokens // step:
+            raise ConfigError(
+                f"train.warmup_steps={train.warmup_steps} is more than the {train.tokens // step} steps that "
+                f"train.tokens={train.tokens} make: use fewer, a tenth of them say"
+            )
+        divides("train.parallel.tensor", parallel.tensor, heads=model.heads, kv_heads=model.kv_heads)
+        if model.moe is not None:
+            divides("train.parallel.expert", parallel.expert, **{"moe.experts": model.moe.experts})

@@ -2,23 +2,20 @@
 
 import dataclasses
 import difflib
-import math
-import types
-import typing
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import yaml
 
 from dualres.config import Config, ConfigError
+from dualres.fields import build, convert
 from dualres.residual import registry
 
 _PACKAGE = Path(__file__).parent
 # Inside the package when installed, beside it in a checkout.
 CONFIGS = next((p for p in (_PACKAGE / "configs", _PACKAGE.parent / "configs") if p.is_dir()), _PACKAGE / "configs")
-
-T = TypeVar("T")
 
 
 def load_config(scale: str, residual: str, overrides: Sequence[str] = ()) -> Config:
@@ -27,7 +24,6 @@ def load_config(scale: str, residual: str, overrides: Sequence[str] = ()) -> Con
     The scale's `layers_per_block` goes to a residual that has no block size of its own: to the block forms.
     """
     data = _read("scale", scale)
-    scale_block = data.pop("layers_per_block", None)
     _merge(data, {"residual": _read("residual", residual)})
     for override in overrides:
         path, equals, text = override.partition("=")
@@ -37,11 +33,12 @@ def load_config(scale: str, residual: str, overrides: Sequence[str] = ()) -> Con
         for key in reversed(path.split(".")):
             value = {key: value}
         _merge(data, value)
-    config = _build(Config, data, "")
+    scale_block = data.pop("layers_per_block", None)
+    config = build(Config, data, "")
     block_form = registry.method(config.residual.method).layers_per_block is None
     if scale_block is None or config.residual.layers_per_block is not None or not block_form:
         return config
-    scale_block = _convert(float, scale_block, "layers_per_block")
+    scale_block = convert(float, scale_block, "layers_per_block")
     return dataclasses.replace(config, residual=dataclasses.replace(config.residual, layers_per_block=scale_block))
 
 
@@ -57,7 +54,7 @@ def _read(kind: Literal["scale", "residual"], name: str, beneath: tuple[Path, ..
     """
     folder = beneath[-1].parent if beneath else Path()
     path = folder / name if name.endswith((".yaml", ".yml")) else CONFIGS / kind / f"{name}.yaml"
-    if not path.is_file():
+    if not os.path.isfile(path):  # unlike Path.is_file, also of a name that is too long for any file
         close = difflib.get_close_matches(name, names(kind), 1)
         hint = f"did you mean {close[0]}? " if close else ""
         raise ConfigError(f"no {kind} {name!r}: {hint}use one of {', '.join(names(kind))}, or the path of a YAML file")
@@ -93,55 +90,3 @@ def _merge(into: dict[str, Any], over: Mapping[str, Any]) -> None:
             _merge(into[key], value)
         else:
             into[key] = value
-
-
-def _build(kind: type[T], data: Mapping[str, Any], where: str) -> T:
-    """The dataclass `kind` from a mapping; unknown, missing and mistyped keys are refused by name."""
-    hints = typing.get_type_hints(kind)
-    fields = {f.name: f for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    for key in data:
-        if key not in fields:
-            close = difflib.get_close_matches(str(key), fields, 1)
-            remedy = f"did you mean {where}{close[0]}?" if close else f"use one of {', '.join(fields)}"
-            raise ConfigError(f"unknown key {where}{key}={data[key]!r}: {remedy}")
-    for name, f in fields.items():
-        required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-        if required and name not in data:
-            raise ConfigError(f"{where}{name} is missing: set it in the file or with --set {where}{name}=…")
-    return kind(**{key: _convert(hints[key], value, f"{where}{key}") for key, value in data.items()})
-
-
-def _convert(hint: Any, value: Any, where: str) -> Any:
-    """`value` as the type `hint` asks for. YAML reads 3e-4 as text and 2.0e9 as a float; both are numbers here."""
-    if typing.get_origin(hint) in (types.UnionType, typing.Union):  # X | None
-        return None if value is None else _convert(typing.get_args(hint)[0], value, where)
-    if dataclasses.is_dataclass(hint):
-        if not isinstance(value, Mapping):
-            raise ConfigError(f"{where}={value!r} is not a section: write {where}.KEY=VALUE")
-        return _build(typing.cast(type, hint), value, f"{where}.")
-    if typing.get_origin(hint) is Literal:
-        # YAML 1.1 reads a bare `off` as false.
-        text = {False: "off", True: "on"}.get(value, value) if isinstance(value, bool) else value
-        if text not in typing.get_args(hint):
-            raise ConfigError(f"{where}={value!r} is unknown: use {' or '.join(map(str, typing.get_args(hint)))}")
-        return text
-    if typing.get_origin(hint) is tuple:
-        items = typing.get_args(hint)
-        if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != len(items):
-            raise ConfigError(f"{where}={value!r} is not a list of {len(items)} numbers: write [0.9, 0.95]")
-        return tuple(_convert(h, v, where) for h, v in zip(items, value, strict=True))
-    if hint is bool and isinstance(value, bool):
-        return value
-    if hint is str and isinstance(value, str):
-        return value
-    if hint in (int, float) and not isinstance(value, bool):
-        try:
-            number = float(value)
-        except (TypeError, ValueError, OverflowError):
-            number = float("nan")
-        if hint is float and math.isfinite(number):
-            return number
-        if hint is int and math.isfinite(number) and number == int(number):
-            return value if isinstance(value, int) else int(number)
-    wanted = {bool: "true or false", int: "a whole number", float: "a finite number", str: "text"}[hint]
-    raise ConfigError(f"{where}={value!r} is not {wanted}: give {wanted}")

@@ -1,4 +1,4 @@
-"""One training step of every residual method on the same text: loss, parameters, time, memory.
+"""A forward and backward pass of every residual method on the same text: loss, parameters, time, memory.
 
     python examples/every_method.py
     python examples/every_method.py --scale nano-moe --batch 4
@@ -8,6 +8,7 @@ the forward pass keeps for the backward, parameters left out. Both are of the pl
 """
 
 import argparse
+import io
 import pydoc_data.topics
 import statistics
 import sys
@@ -24,6 +25,8 @@ from dualres.table import table
 
 def main() -> None:
     """Build every method, let them take turns, print the table."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show × gets a question mark
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scale", default="nano", help="default nano")
     parser.add_argument("--batch", type=int, default=4, help="sequences, default 4")

@@ -29,6 +29,27 @@ def test_describe_json(capsys: pytest.CaptureFixture[str]):
     assert described["residual_state_bytes_per_token"]["history"] == 9 * 2 * 2048 * 2
 
 
+D = 96  # the width of nano
+SET = 12 * D + 8  # parameters of a DAR set
+MHC = 2 * (2 * D * 8 + 8 + 3)  # of an mHC-2 block: two branches
+STRUCTURE = {  # of each of nano's blocks: branches, states it sees, parameter sets, parameters; then the readout's two
+    "standard": ([([2 * b - 1, 2 * b], [b - 1, b - 1], 0, 0) for b in range(1, 9)], ([8, 8], 0)),
+    "mhc-2": ([([2 * b - 1, 2 * b], [b - 1, b - 1], 0, MHC) for b in range(1, 9)], ([8, 8], 0)),
+    "dar-block": ([([4 * b - 3, 4 * b], [0, b - 1], 2, 2 * SET) for b in range(1, 5)], ([0, 4], 2 * D)),
+    "attnres-full": ([([b, b], [0, b - 1], 1, D if b > 1 else 0) for b in range(1, 17)], ([0, 16], D)),
+}
+
+
+@pytest.mark.parametrize("residual", STRUCTURE)
+def test_described_structure(residual: str, capsys: pytest.CaptureFixture[str]):
+    assert main(["describe", "nano", residual, "--json"]) == 0
+    described = json.loads(capsys.readouterr().out)
+    found = [(block["branches"], block["sees"], block["sets"], block["parameters"]) for block in described["blocks"]]
+    readout = described["readout"]["sees"], described["readout"]["parameters"]
+    assert (found, readout) == STRUCTURE[residual]
+    assert described["parameters"]["residual"] == sum(block[-1] for block in found) + readout[1]
+
+
 def test_describe_takes_overrides(capsys: pytest.CaptureFixture[str]):
     assert main(["describe", "nano", "dar-block", "--set", "residual.layers_per_block=3", "--json"]) == 0
     blocks = json.loads(capsys.readouterr().out)["blocks"]

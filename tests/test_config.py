@@ -115,12 +115,19 @@ IMPOSSIBLE = [
     ("residual.sets=layer", ["residual.sets='layer'", "block or branch"]),
     ("residual.streams=3", ["residual.streams=3", "not an option of dar-block", "sets, gate_scale, rho_bias"]),
     ("residual.sinkhorn_steps=0", ["residual.sinkhorn_steps=0", "1 or more"]),
+    ("residual={method: mhc, streams: 1000000}", ["residual.streams=1000000", "at most 64"]),
+    ("residual={method: mhc, sinkhorn_steps: 1e9}", ["residual.sinkhorn_steps=1000000000", "at most 1000"]),
+    ("residual.layers_per_block=1e308", ["residual.layers_per_block=1e+308", "0.5 (one branch)"]),
     ("residual.value_rank=-1", ["residual.value_rank=-1", "0 (a full matrix)"]),
     ("train.micro_batch=3", ["global_batch=16", "micro_batch=3", "1, 2, 4, 8 or 16"]),
     ("train.min_learning_rate=1", ["min_learning_rate=1.0", "0.0003"]),
     ("train.betas=[0.9]", ["train.betas=[0.9]", "list of 2 numbers"]),
     ("train.precision=fp8", ["train.precision='fp8'", "bf16 or fp32"]),
     ("train.parallel.zero_stage=4", ["train.parallel.zero_stage=4", "0, 1, 2 or 3"]),
+    ("train.tokens=1", ["train.tokens=1 ", "model.context=256", "at least 4096"]),
+    ("train.warmup_steps=1e9", ["train.warmup_steps=1000000000", "732 steps", "fewer"]),
+    ("train.parallel.tensor=3", ["train.parallel.tensor=3", "model.heads=4", "use 1 or 2"]),
+    ("train.parallel.tensor=4", ["train.parallel.tensor=4", "model.kv_heads=2", "use 1 or 2"]),
     ("train.warmup_steps=-1", ["train.warmup_steps=-1", "0 or more"]),
 ]
 
@@ -137,7 +144,27 @@ def test_impossible_configs_are_refused(override: str, says: list[str]):
         assert part in str(refused.value)
 
 
+def test_experts_that_do_not_split():
+    with pytest.raises(ConfigError, match=r"train.parallel.expert=3 .* model.moe.experts=8: use 1, 2, 4 or 8"):
+        load_config("nano-moe", "dar-block", ["train.parallel.expert=3"])
+
+
+def test_the_scales_block_size_can_be_set():
+    assert load_config("nano", "dar-block", ["layers_per_block=4"]).residual.layers_per_block == 4
+    assert load_config("nano", "dar-full", ["layers_per_block=4"]).residual.layers_per_block is None
+
+
+def test_a_base_is_found_beside_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "below.yaml").write_text("base: nano\nmodel:\n  layers: 3\n")
+    (tmp_path / "mine" / "above.yaml").write_text("base: below.yaml\n")
+    monkeypatch.chdir(tmp_path)
+    assert load_config("mine/above.yaml", "standard").model.layers == 3
+
+
 def test_unknown_names():
+    with pytest.raises(ConfigError, match="no scale 'nnn"):
+        load_config("n" * 5000, "standard")
     with pytest.raises(ConfigError, match=r"no scale 'nanu': did you mean nano\? use one of 0\.1b"):
         load_config("nanu", "standard")
     with pytest.raises(ConfigError, match=r"no residual 'dar': .*use one of attnres-block"):
@@ -169,3 +196,26 @@ def test_python_users_get_the_same_messages():
         MoEConfig(experts=4, active=8, expert_width=8)
     with pytest.raises(ConfigError, match="block or branch"):
         ResidualConfig("dar-block", sets="layer")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "says"),
+    [
+        (ResidualConfig, {"method": "mhc", "streams": 2.5}, "residual.streams=2.5 is not a whole number"),
+        (ResidualConfig, {"method": 3}, "residual.method=3 is not text"),
+        (ModelConfig, {"width": "wide"}, "model.width='wide' is not a whole number"),
+        (ModelConfig, {"layers": None}, "model.layers=None is not a whole number"),
+        (ModelConfig, {"tied_embeddings": "no"}, "model.tied_embeddings='no' is not true or false"),
+        (ModelConfig, {"norm_eps": float("nan")}, "model.norm_eps=nan is not a finite number"),
+        (ModelConfig, {"moe": 8}, "model.moe=8 is not a section"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_python_users_types_are_checked(kind: type, fields: dict[str, object], says: str):
+    complete = {"layers": 2, "width": 32, "heads": 2, "kv_heads": 1, "ffn_width": 8} if kind is ModelConfig else {}
+    with pytest.raises(ConfigError, match=says):
+        kind(**{**complete, **fields})
+
+
+def test_numbers_as_text_are_numbers():
+    assert ResidualConfig("mhc", streams="4").streams == 4  # type: ignore[arg-type]

@@ -11,6 +11,7 @@ from dualres.residual.registry import METHODS
 PACKAGE = Path(dualres.__file__).parent
 # A file may import from its own layer and from those before it.
 LAYERS = [
+    ["fields"],
     ["config"],
     ["ops"],
     ["residual"],

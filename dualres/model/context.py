@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Cache(Protocol):
-    """Keys and values of earlier tokens; `transformers`' cache objects have this form too."""
+    """Keys and values of earlier tokens; `transformers`' `DynamicCache` has this form too."""
 
     def update(self, key: Tensor, value: Tensor, layer: int, /) -> tuple[Tensor, Tensor]:
         """Append those of the new tokens and return all. (B,heads,T,H) -> (B,heads,P,H)"""

@@ -84,8 +84,13 @@ class Decoder(nn.Module):
         router's auxiliary losses.
         """
         past = cache.get_seq_length() if cache is not None else 0
+        batch, length = tokens.shape
+        if real is not None and real.shape != (batch, past + length):
+            raise ValueError(
+                f"real has shape {tuple(real.shape)} for {batch} × {length} tokens after {past} cached ones: give it "
+                f"the shape {(batch, past + length)}, cached tokens included"
+            )
         real = None if real is None else real.bool()
-        length = tokens.shape[1]
         if real is None:
             positions = torch.arange(past, past + length, device=tokens.device)[None]
         else:

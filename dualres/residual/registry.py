@@ -96,6 +96,8 @@ def places(branches: int, config: ResidualConfig) -> list[Place]:
     size = int(2 * layers_per_block)
     if branches < 1:
         raise ConfigError("there are no branches: give at least one")
+    if config.layers_per_block is None:
+        size = min(size, branches)
     if size > branches:
         raise ConfigError(
             f"residual.layers_per_block={layers_per_block:g} is more than the {branches / 2:g} layers there are: "
@@ -114,6 +116,6 @@ def build(dim: int, branches: int, config: ResidualConfig, eps: float = 1e-6) ->
     try:
         pathways = [row.pathway(dim, place, eps=eps, **options) for place in blocks]
     except ValueError as error:
-        cut = f"residual.layers_per_block={block_layers(config):g} cuts {branches} branches into {len(blocks)} blocks"
-        raise ConfigError(f"{cut} of {config.method}: {error}") from None
+        cut = f"{branches} branches in {len(blocks)} blocks by residual.layers_per_block={block_layers(config):g}"
+        raise ConfigError(f"residual.method={config.method} ({cut}): {error}") from None
     return Residual(streams, blocks, pathways, row.readout(dim, eps=eps))

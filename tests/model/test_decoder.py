@@ -1,5 +1,7 @@
 """The decoder's own parts: vocabulary forms, accounting, autocast."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -8,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dualres.config import ResidualConfig
 from dualres.model import accounting, moe
+from dualres.model.context import KVCache
 from dualres.model.decoder import build_decoder
 from dualres.ops import grouped_linear
 from tests.small import (
@@ -56,10 +59,15 @@ def test_active_parameters():
     assert dense.total == dense.active
 
 
-@pytest.mark.parametrize("feedforward", FEEDFORWARDS)
-def test_flops_equal_those_that_pytorch_counts(feedforward: str):
+@pytest.mark.parametrize(
+    ("feedforward", "vocabulary"),
+    [("dense", {}), ("moe", {}), ("dense", {"embedding_width": 12})]
+    + [("dense", {"embedding_width": 12, "tied_embeddings": False})],
+    ids=["dense", "moe", "factorised", "factorised-untied"],
+)
+def test_flops_equal_those_that_pytorch_counts(feedforward: str, vocabulary: dict[str, Any]):
     """With attention as plain products of all pairs of tokens."""
-    model, length = model_config(feedforward, context=8), 8
+    model, length = model_config(feedforward, context=8, **vocabulary), 8
     counted = accounting.flops_per_token(build_decoder(model, STANDARD, device="meta"))
     decoder = build_decoder(model, STANDARD)
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
@@ -67,6 +75,16 @@ def test_flops_equal_those_that_pytorch_counts(feedforward: str):
     flops = {str(op): n for op, n in counter.get_flop_counts()["Global"].items()}
     assert flops["aten.mm"] + flops.get("dualres.grouped_linear", 0) == length * (counted.branches + counted.vocabulary)
     assert flops["aten.bmm"] * (length + 1) / 2 / length == length * counted.attention  # causal: (T+1)/2 of T keys
+
+
+def test_arithmetic():
+    """Products by their formula, one flop per element of other computations, nothing for moves and views."""
+    a, b = torch.empty(3, 5, device="meta"), torch.empty(5, 7, device="meta")
+    for computation, flops in [(lambda: a @ b, 2 * 3 * 5 * 7), (lambda: a + a, 15), (lambda: a.sum(), 15)]:
+        with accounting.Arithmetic() as arithmetic:
+            computation()
+            torch.stack([a, a]).view(-1).clone()
+        assert arithmetic.flops == flops
 
 
 @pytest.mark.parametrize(("name", "at_least"), [("standard", 1), ("attnres-block", 4), ("dar-block", 8), ("mhc-4", 8)])
@@ -103,6 +121,13 @@ def test_autocast(name: str, feedforward: str):
     next_token_loss(logits, tokens).backward()
     gradients(decoder)
     assert relative_error(logits, wanted) < 2e-2  # bfloat16 has 8 bits; weights, inputs and outputs are rounded
+
+
+def test_a_mask_of_another_shape_is_refused():
+    decoder, cache = build_decoder(model_config(), STANDARD), KVCache()
+    decoder(random_tokens(2, 5), cache=cache)
+    with pytest.raises(ValueError, match=r"real has shape \(2, 1\) for 2 × 1 tokens after 5 cached ones.* \(2, 6\)"):
+        decoder(random_tokens(2, 1), real=torch.ones(2, 1), cache=cache)
 
 
 def test_experts_follow_autocast(monkeypatch: pytest.MonkeyPatch):

@@ -142,7 +142,7 @@ def test_places():
 
 
 def test_one_dar_branch_per_block_is_refused_with_the_reason():
-    with pytest.raises(ConfigError, match=r"layers_per_block=0\.5 .*collinear.*use layers_per_block 1 or more"):
+    with pytest.raises(ConfigError, match=r"layers_per_block=0\.5\).*collinear.*use layers_per_block 1 or more"):
         stack(ResidualConfig("dar-full", layers_per_block=0.5))
 
 
@@ -178,6 +178,14 @@ def test_a_branch_must_return_the_shape_it_got(answer: Any):
     made = residual_stack([Odd(), Odd()], WIDTH, "dar-full")
     with pytest.raises(ValueError, match=r"a branch returned .* for an input of \(3, 5, 11\)"):
         made(torch.randn(BATCH, LENGTH, WIDTH))
+
+
+def test_a_single_branch():
+    """A block size that nobody asked for does not stand in its way; DAR still says why it cannot work."""
+    assert len(residual_stack([Turn()], WIDTH, "standard").blocks) == 1
+    assert len(residual_stack([Turn()], WIDTH, "attnres-block").blocks) == 1
+    with pytest.raises(ConfigError, match="collinear"):
+        residual_stack([Turn()], WIDTH, "dar-full")
 
 
 def by_branch(made: ResidualStack) -> list[list[nn.Module]]:

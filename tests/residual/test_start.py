@@ -14,7 +14,7 @@ from dualres.residual.dual import Dual, GateSet
 from dualres.residual.gates import Gate
 from dualres.residual.hyper import HyperConnections
 from dualres.residual.retrieval import Queries, Retrieval, Retrieving
-from tests.small import model_config
+from tests.small import RESIDUALS, model_config, next_token_loss, random_tokens
 
 STATE = torch.randn(2, 3, 5, 32, generator=torch.Generator().manual_seed(0))
 
@@ -119,3 +119,22 @@ def test_eps_matters_to_depth_scores():
         return model(tokens)
 
     assert not torch.allclose(logits(decoder, 1e-6), logits(other, 1.0))
+
+
+LEARNING = {**RESIDUALS, "attnres-vproj, rank 4": ResidualConfig("attnres-vproj", value_rank=4)}
+
+
+@pytest.mark.parametrize("name", LEARNING)
+def test_everything_learns_from_the_start(name: str):
+    """No parameter of a pathway stays where it was: a start from which a gradient is zero for ever would be one."""
+    decoder = start_of(LEARNING[name])
+    optimizer = torch.optim.AdamW(decoder.parameters(), lr=1e-2, eps=1e-20, weight_decay=0.0)  # any gradient moves
+    still = set(dict(decoder.named_parameters()))
+    for step in range(4):
+        before = {name: parameter.detach().clone() for name, parameter in decoder.named_parameters()}
+        tokens = random_tokens(seed=step)
+        next_token_loss(decoder(tokens), tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        still -= {n for n, p in decoder.named_parameters() if (p - before[n]).abs().max() > 1e-3}
+    assert not {n for n in still if "blocks.0.pathway.mixing.0" not in n}  # mHC mixes equal streams there
