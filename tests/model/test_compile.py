@@ -86,7 +86,8 @@ def test_whole_decoder(residual: str):
 @slow
 @pytest.mark.parametrize("residual", RESIDUALS)
 def test_deep_decoder(residual: str):
-    decoder = blocks_of(residual, BLOCKS, **({"sinkhorn_steps": 20} if residual == "mhc-4" else {}))
+    options: dict[str, Any] = {"sinkhorn_steps": 20} if residual == "mhc-4" else {}  # the paper's, once
+    decoder = blocks_of(residual, BLOCKS, **options)
     wanted = outcome(decoder, decoder)
     compiled = torch.compile(decoder, fullgraph=True, backend="aot_eager")
     assert not differing(outcome(decoder, compiled), wanted)
