@@ -183,7 +183,9 @@ class TrainConfig:
         settle(self, "train.")
         positive(self, "train.", "tokens", "micro_batch", "global_batch", "learning_rate", "clip", "validation_tokens")
         positive(self, "train.", "adam_eps")
-        not_negative(self, "train.", "warmup_steps", "weight_decay")
+        not_negative(self, "train.", "warmup_steps", "weight_decay", "seed")
+        if self.seed >= 2**63:
+            raise ConfigError(f"train.seed={self.seed} has more than 63 bits: use a smaller number")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(f"train.betas={self.betas} are not all in [0, 1): use (0.9, 0.95)")
         if self.global_batch % self.micro_batch:
@@ -223,3 +225,10 @@ class Config:
         divides("train.parallel.tensor", parallel.tensor, heads=model.heads, kv_heads=model.kv_heads)
         if model.moe is not None:
             divides("train.parallel.expert", parallel.expert, **{"moe.experts": model.moe.experts})
+        elif parallel.expert > 1:
+            raise ConfigError(f"train.parallel.expert={parallel.expert} needs experts: use 1, or set model.moe")
+        if parallel.pipeline > model.layers:
+            raise ConfigError(
+                f"train.parallel.pipeline={parallel.pipeline} is more than model.layers={model.layers}: "
+                f"use at most {model.layers}"
+            )

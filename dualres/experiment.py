@@ -33,12 +33,11 @@ def load_config(scale: str, residual: str, overrides: Sequence[str] = ()) -> Con
         for key in reversed(path.split(".")):
             value = {key: value}
         _merge(data, value)
-    scale_block = data.pop("layers_per_block", None)
+    scale_block = convert(float | None, data.pop("layers_per_block", None), "layers_per_block")
     config = build(Config, data, "")
     block_form = registry.method(config.residual.method).layers_per_block is None
     if scale_block is None or config.residual.layers_per_block is not None or not block_form:
         return config
-    scale_block = convert(float, scale_block, "layers_per_block")
     return dataclasses.replace(config, residual=dataclasses.replace(config.residual, layers_per_block=scale_block))
 
 

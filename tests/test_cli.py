@@ -72,11 +72,20 @@ def test_bad_input_is_one_line_and_exit_2(arguments: list[str], capsys: pytest.C
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["params", "--help"], ["describe", "--help"], ["--version"]])
-def test_help(arguments: list[str]):
+@pytest.mark.parametrize(
+    ("arguments", "teaches"),
+    [
+        (["--help"], ["start with", "dualres describe nano dar-block", "params"]),
+        (["params", "--help"], ["Exits with 1 if any differs", "--json"]),
+        (["describe", "--help"], [*names("scale"), *names("residual"), "--set residual.sets=branch", "example"]),
+        (["--version"], ["dualres "]),
+    ],
+    ids=str,
+)
+def test_help(arguments: list[str], teaches: list[str]):
     done = subprocess.run([sys.executable, "-m", "dualres", *arguments], capture_output=True, text=True, check=False)
     assert done.returncode == 0
-    assert "dualres" in done.stdout
+    assert [part for part in teaches if part not in done.stdout] == []
 
 
 def test_a_closed_pipe_is_no_error():

@@ -128,6 +128,10 @@ IMPOSSIBLE = [
     ("train.warmup_steps=1e9", ["train.warmup_steps=1000000000", "732 steps", "fewer"]),
     ("train.parallel.tensor=3", ["train.parallel.tensor=3", "model.heads=4", "use 1 or 2"]),
     ("train.parallel.tensor=4", ["train.parallel.tensor=4", "model.kv_heads=2", "use 1 or 2"]),
+    ("train.parallel.expert=2", ["train.parallel.expert=2", "use 1, or set model.moe"]),
+    ("train.parallel.pipeline=9", ["train.parallel.pipeline=9", "model.layers=8", "at most 8"]),
+    ("train.seed=-1", ["train.seed=-1", "0 or more"]),
+    ("train.seed=1e20", ["train.seed=100000000000000000000", "smaller"]),
     ("train.warmup_steps=-1", ["train.warmup_steps=-1", "0 or more"]),
 ]
 
@@ -152,6 +156,9 @@ def test_experts_that_do_not_split():
 def test_the_scales_block_size_can_be_set():
     assert load_config("nano", "dar-block", ["layers_per_block=4"]).residual.layers_per_block == 4
     assert load_config("nano", "dar-full", ["layers_per_block=4"]).residual.layers_per_block is None
+    for residual in ("dar-block", "standard"):  # checked also where no block form takes it
+        with pytest.raises(ConfigError, match="layers_per_block='four' is not a finite number"):
+            load_config("nano", residual, ["layers_per_block=four"])
 
 
 def test_a_base_is_found_beside_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
