@@ -1,18 +1,14 @@
 """dualres: the residual pathway of a Transformer as a replaceable part."""
 
-from importlib.metadata import PackageNotFoundError, version
-
 from dualres.config import Config, ConfigError, ModelConfig, MoEConfig, ResidualConfig, TrainConfig
 from dualres.experiment import load_config
 from dualres.model.block import ResidualBlock, ResidualStack, compile_blocks, residual_stack
 from dualres.model.context import KVCache, RouterReport
 from dualres.model.decoder import Decoder, build_decoder
 from dualres.model.generate import generate
+from dualres.version import VERSION
 
-try:
-    __version__ = version("dualres")
-except PackageNotFoundError:  # a checkout that is not installed
-    __version__ = "0+unknown"
+__version__ = VERSION
 
 __all__ = [
     "Config",

@@ -177,13 +177,23 @@ class TrainConfig:
     precision: Literal["bf16", "fp32"] = "bf16"
     compile: Literal["off", "default", "max-autotune"] = "off"
     recompute: Literal["none", "selective", "full"] = "none"
+    documents: Literal["attend", "isolate"] = "attend"
+    loss_rows: int = 1024
+    engine: Literal["auto", "single", "ddp", "fsdp2", "deepspeed"] = "auto"
+    validate_every: int = 1000
+    checkpoint_every: int = 1000
+    keep_checkpoints: int = 3
+    untimed_steps: int = 300
+    peak_flops: float | None = None
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     def __post_init__(self) -> None:
         settle(self, "train.")
         positive(self, "train.", "tokens", "micro_batch", "global_batch", "learning_rate", "clip", "validation_tokens")
-        positive(self, "train.", "adam_eps")
-        not_negative(self, "train.", "warmup_steps", "weight_decay", "seed")
+        positive(self, "train.", "adam_eps", "loss_rows", "validate_every", "checkpoint_every", "keep_checkpoints")
+        not_negative(self, "train.", "warmup_steps", "weight_decay", "seed", "untimed_steps")
+        if self.peak_flops is not None:
+            positive(self, "train.", "peak_flops")
         if self.seed >= 2**63:
             raise ConfigError(f"train.seed={self.seed} has more than 63 bits: use a smaller number")
         if not all(0 <= beta < 1 for beta in self.betas):

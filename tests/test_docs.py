@@ -118,7 +118,9 @@ logits = torch.compile(decoder, backend="eager", fullgraph=True)(tokens)
 torch.nn.functional.cross_entropy(logits[0], tokens[0]).backward()
 assert all(p.grad is not None for p in decoder.parameters())
 wanted, decoder = logits.detach(), decoder.bfloat16()
-assert (decoder(tokens).float() - wanted).norm() < 0.02 * wanted.norm()
+# Each write halves what was there, so few branches count and their rounding is not averaged: 1.1 to 3.2 percent of
+# the logits over six seeds (the methods that ship: 0.7 to 1.0).
+assert (decoder(tokens).float() - wanted).norm() < 0.05 * wanted.norm()
 """
 
 

@@ -1,4 +1,4 @@
-"""Imports point one way: config and ops ← residual ← model ← commands. And neither side names the other's parts."""
+"""Imports point one way: config and ops ← residual ← model and data ← train ← commands. And neither side names the other's parts."""
 
 import ast
 from pathlib import Path
@@ -11,13 +11,14 @@ from dualres.residual.registry import METHODS
 PACKAGE = Path(dualres.__file__).parent
 # A file may import from its own layer and from those before it.
 LAYERS = [
-    ["fields"],
+    ["fields", "files", "extras", "progress", "version"],
     ["config"],
     ["ops"],
     ["residual"],
-    ["model"],
+    ["model", "data"],
     ["experiment", "paper", "table"],
-    ["params", "describe"],
+    ["params", "describe", "train"],
+    ["commands"],
     ["cli"],
     ["__init__", "__main__"],
 ]

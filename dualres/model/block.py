@@ -6,8 +6,10 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from dualres.config import ResidualConfig
+from dualres.model.recompute import KEPT, Recompute
 from dualres.residual import registry
 from dualres.residual.pathway import Pathway, embed
 
@@ -21,9 +23,23 @@ class ResidualBlock(nn.Module):
         super().__init__()
         self.branches = nn.ModuleList(branches)
         self.pathway = pathway
+        self.recompute: Recompute = "none"
 
     def forward(self, *history: Tensor, **context: Any) -> Tensor:
         """H_0 … H_{b-1} (the last alone for a pathway without history), each (J,B,T,D) -> H_b (J,B,T,D)"""
+        return self.run(*history, **context)
+
+    def run(self, *history: Tensor, **context: Any) -> Tensor:
+        """What is compiled. `forward` is around it, so that an engine's hooks on the module stay outside."""
+        if self.recompute == "none" or not torch.is_grad_enabled():
+            return self.compute(*history, **context)
+        keep = KEPT[self.recompute]  # and nothing here draws random numbers
+        return checkpoint(
+            self.compute, *history, use_reentrant=False, context_fn=keep, preserve_rng_state=False, **context
+        )
+
+    def compute(self, *history: Tensor, **context: Any) -> Tensor:
+        """The block itself: what a recomputation runs again."""
         state = self.pathway.open(history)
         for i, branch in enumerate(self.branches):
             h, state = self.pathway.read(state, i)
@@ -80,6 +96,12 @@ def residual_stack(
     return ResidualStack(blocks, made.readout, made.streams)
 
 
+def recompute_blocks(stack: ResidualStack, how: Recompute) -> None:
+    """Keep less of every block for the backward pass, and compute it again there; see `dualres.model.recompute`."""
+    for block in stack:
+        block.recompute = how
+
+
 def compile_blocks(stack: ResidualStack, **options: Any) -> None:
     """`torch.compile` every block by itself, in place.
 
@@ -92,4 +114,4 @@ def compile_blocks(stack: ResidualStack, **options: Any) -> None:
     dynamo.accumulated_recompile_limit = max(dynamo.accumulated_recompile_limit, 4 * FORMS_OF_A_BLOCK * blocks)
     torch._functorch.config.backward_pass_autocast = "off"
     for block in stack:
-        block.compile(**options)
+        block.run = torch.compile(block.run, **options)  # type: ignore[method-assign]

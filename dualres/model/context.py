@@ -85,17 +85,22 @@ def rotary_tables(positions: Tensor, head_width: int, base: float, dtype: torch.
     return angles.cos(), angles.sin()
 
 
-def attention_mask(tokens: int, past: int, real: Tensor | None, device: torch.device) -> Tensor | None:
+def attention_mask(
+    tokens: int, past: int, real: Tensor | None, documents: Tensor | None, device: torch.device
+) -> Tensor | None:
     """Who may look at whom, for `tokens` new tokens after `past` cached ones.
 
-    `real` (B,P) is False where a token is only padding. A token may always look at itself, so that no row of the
-    softmax is empty. -> (B or 1,1,T,P), or None where plain causal attention is meant
+    `real` (B,P) is False where a token is only padding, `documents` (B,P) numbers the document of each. A token may
+    always look at itself, so that no row of the softmax is empty. -> (B or 1,1,T,P), or None where plain causal
+    attention is meant
     """
-    if past == 0 and real is None:
+    if past == 0 and real is None and documents is None:
         return None
     query = torch.arange(past, past + tokens, device=device)[:, None]
     key = torch.arange(past + tokens, device=device)[None, :]
-    causal = (key <= query)[None, None]  # (1,1,T,P)
-    if real is None:
-        return causal
-    return causal & (real[:, None, None, :] | (key == query))
+    mask = (key <= query)[None, None]  # (1,1,T,P)
+    if real is not None:
+        mask = mask & (real[:, None, None, :] | (key == query))
+    if documents is not None:
+        mask = mask & (documents[:, None, past:, None] == documents[:, None, None, :])
+    return mask

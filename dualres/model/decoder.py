@@ -1,6 +1,9 @@
 """The decoder: embedding, branches on a residual pathway, final norm, vocabulary."""
 # B batch  T tokens  D width  V vocabulary  P past and present tokens
 
+import hashlib
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
@@ -47,11 +50,18 @@ class Vocabulary(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(B,T,D) -> (B,T,V)"""
+        return linear(*self.output_product(hidden))
+
+    def output_product(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """The two factors of the logits: the hidden states as narrow as the table, and the output weights.
+
+        (B,T,D) -> (B,T,E), (V,E) with E the width of the table
+        """
         if self.narrow is not None:
             hidden = self.narrow(hidden)
         elif self.widen is not None:
             hidden = linear(hidden, self.widen.weight.T)
-        return linear(hidden, self.table.weight) if self.output is None else self.output(hidden)
+        return hidden, (self.table if self.output is None else self.output).weight
 
 
 class Decoder(nn.Module):
@@ -77,19 +87,33 @@ class Decoder(nn.Module):
         cache: Cache | None = None,
         report: RouterReport | None = None,
     ) -> Tensor:
-        """Logits of the next token at every position. tokens (B,T) -> (B,T,V)
+        """Logits of the next token at every position. tokens (B,T) -> (B,T,V); the options are those of `hidden`."""
+        return self.vocabulary.logits(self.hidden(tokens, real=real, cache=cache, report=report))
+
+    def hidden(
+        self,
+        tokens: Tensor,
+        *,
+        real: Tensor | None = None,
+        documents: Tensor | None = None,
+        cache: Cache | None = None,
+        report: RouterReport | None = None,
+    ) -> Tensor:
+        """The normed states that the logits are made of. tokens (B,T) -> (B,T,D)
 
         real (B,P): False where a token, cached ones included, is only padding on the left; positions count from the
-        first real token. cache: keys and values of earlier tokens, which it takes and extends. report: collects the
-        router's auxiliary losses.
+        first real token. documents (B,P): a number for each token's document; tokens look only at their own (positions
+        run on: rotary attention sees distances). cache: keys and values of earlier tokens, which it takes and extends.
+        report: collects the router's auxiliary losses.
         """
         past = cache.get_seq_length() if cache is not None else 0
         batch, length = tokens.shape
-        if real is not None and real.shape != (batch, past + length):
-            raise ValueError(
-                f"real has shape {tuple(real.shape)} for {batch} × {length} tokens after {past} cached ones: give it "
-                f"the shape {(batch, past + length)}, cached tokens included"
-            )
+        for name, given in (("real", real), ("documents", documents)):
+            if given is not None and given.shape != (batch, past + length):
+                raise ValueError(
+                    f"{name} has shape {tuple(given.shape)} for {batch} × {length} tokens after {past} cached ones: "
+                    f"give it the shape {(batch, past + length)}, cached tokens included"
+                )
         real = None if real is None else real.bool()
         if real is None:
             positions = torch.arange(past, past + length, device=tokens.device)[None]
@@ -98,18 +122,25 @@ class Decoder(nn.Module):
         embedding = self.vocabulary.embed(tokens)
         precise = torch.promote_types(embedding.dtype, torch.float32)
         cosine, sine = rotary_tables(positions, self.config.head_width, self.config.rope_base, precise)
-        mask = attention_mask(length, past, real, tokens.device)
-        hidden = self.stack(embedding, context=Context(cosine, sine, mask, cache, report))
-        return self.vocabulary.logits(self.norm(hidden))
+        mask = attention_mask(length, past, real, documents, tokens.device)
+        return self.norm(self.stack(embedding, context=Context(cosine, sine, mask, cache, report)))
 
     def reset_parameters(self, seed: int = 42) -> None:
         """Draw all weights anew. The same seed gives the same vocabulary and branches under every residual method."""
-        generator = torch.Generator(self.norm.weight.device).manual_seed(seed)
-        branches = [branch for block in self.stack for branch in block.branches]
-        pathways = [block.pathway for block in self.stack]
-        for part in (self.vocabulary, *branches, self.norm, *pathways, self.stack.readout):
-            for module in part.modules():
-                _reset(module, self.config.init_std, generator)
+        for part, name in self.parts():
+            reset_part(part, name, self.config.init_std, seed)
+
+    def parts(self) -> Iterator[tuple[nn.Module, str]]:
+        """The modules that are drawn by themselves, with names that do not depend on the block size."""
+        yield self.vocabulary, "vocabulary"
+        layer = 0
+        for b, block in enumerate(self.stack):
+            for branch in block.branches:
+                yield branch, f"branch {layer}"
+                layer += 1
+            yield block.pathway, f"pathway {b}"
+        yield self.stack.readout, "readout"
+        yield self.norm, "norm"
 
 
 def layer_branches(model: ModelConfig, layer: int) -> tuple[Branch, Branch]:
@@ -137,6 +168,15 @@ def build_decoder(
     decoder.to_empty(device=device)
     decoder.reset_parameters(seed)
     return decoder
+
+
+def reset_part(part: nn.Module, name: str, std: float, seed: int) -> None:
+    """Draw the weights of one part from a generator of its own, so that parts can be drawn alone and in any order."""
+    digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
+    generator = torch.Generator(next(part.parameters(), torch.empty(0)).device)
+    generator.manual_seed(int.from_bytes(digest, "little") >> 1)
+    for module in part.modules():
+        _reset(module, std, generator)
 
 
 def _reset(module: nn.Module, std: float, generator: torch.Generator) -> None:

@@ -16,6 +16,8 @@ class MoE(nn.Module):
     is uniform) is attached to the output: its gradient flows without appearing in any loss that is returned.
     """
 
+    matrices = ("gate_up", "down")  # they decay, as the weights of `nn.Linear` do
+
     def __init__(self, width: int, hidden: int, experts: int, active: int, aux_coefficient: float, layer: int):
         super().__init__()
         self.experts, self.active, self.aux_coefficient, self.layer = experts, active, aux_coefficient, layer

@@ -52,6 +52,8 @@ class ValueProjected(AttnRes):
 class FullMap(nn.Module):
     """W v with a d×d matrix that starts as the identity."""
 
+    matrices = ("weight",)  # they decay, as the weights of `nn.Linear` do
+
     def __init__(self, dim: int):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(dim, dim))
@@ -68,6 +70,8 @@ class FullMap(nn.Module):
 
 class LowRankMap(nn.Module):
     """(I + B A) v with A of `rank` rows; it starts as the identity, B = 0."""
+
+    matrices = ("down", "up")
 
     def __init__(self, dim: int, rank: int):
         super().__init__()

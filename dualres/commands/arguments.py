@@ -1,0 +1,41 @@
+"""What several commands share: how they are declared, and the scale, residual and overrides that name an experiment."""
+
+import argparse
+from typing import Any
+
+from dualres.experiment import names
+
+OVERRIDES = """
+overrides:
+  --set changes any key of the scale's and the residual's file, as often as needed:
+    --set residual.layers_per_block=4 --set residual.sets=branch --set model.layers=12
+  docs/configuration.md lists every key.
+"""
+
+
+def command(commands: Any, name: str, help: str, description: str, epilog: str) -> argparse.ArgumentParser:
+    """A command whose help keeps its line breaks."""
+    return commands.add_parser(
+        name,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        help=help,
+        description=description,
+        epilog=epilog,
+    )
+
+
+def known() -> str:
+    """The scales and residuals that ship."""
+    return f"scales:     {', '.join(names('scale'))}\nresiduals:  {', '.join(names('residual'))}\n"
+
+
+def experiment(sub: argparse.ArgumentParser) -> None:
+    """SCALE RESIDUAL --set …"""
+    sub.add_argument("scale", metavar="SCALE", help="a scale by name, or the path of a YAML file")
+    sub.add_argument("residual", metavar="RESIDUAL", help="a residual by name, or the path of a YAML file")
+    overrides(sub)
+
+
+def overrides(sub: argparse.ArgumentParser) -> None:
+    """--set, as often as needed"""
+    sub.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], help="change a key; may be repeated")

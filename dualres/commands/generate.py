@@ -1,0 +1,42 @@
+"""`dualres generate`: continue a prompt with a trained model."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dualres.commands import arguments
+from dualres.model.generate import generate
+from dualres.train.load import CHOICES, load_run
+
+
+def add(commands: Any) -> None:
+    """Declare it."""
+    sub = arguments.command(
+        commands,
+        "generate",
+        "continue a prompt with a trained model",
+        "Load a run's checkpoint and continue PROMPT until the text ends or --tokens are there.",
+        'example:\n  dualres generate runs/nano-dar-block "def main(" --temperature 0.8',
+    )
+    sub.add_argument("run", metavar="RUN", type=Path, help="folder of a run")
+    sub.add_argument("prompt", metavar="PROMPT", help="text to continue; empty to begin a document")
+    sub.add_argument("--tokens", metavar="N", type=int, default=100, help="at most so many (default 100)")
+    sub.add_argument(
+        "--temperature", metavar="T", type=float, default=0.8, help="0 takes the likeliest token (default 0.8)"
+    )
+    sub.add_argument("--seed", metavar="N", type=int, default=0, help="of the sampling (default 0)")
+    sub.add_argument("--checkpoint", choices=CHOICES, default="last", help="which of the run's (default last)")
+    sub.set_defaults(command=_generate)
+
+
+def _generate(given: argparse.Namespace) -> int:
+    loaded = load_run(given.run, given.checkpoint)
+    prompt = loaded.tokenizer.encode(given.prompt) or [loaded.tokenizer.end_of_text]
+    generator = torch.Generator().manual_seed(given.seed)
+    [tokens] = generate(loaded.decoder, [prompt], given.tokens, temperature=given.temperature, generator=generator)
+    if loaded.tokenizer.end_of_text in tokens:
+        tokens = tokens[: tokens.index(loaded.tokenizer.end_of_text)]
+    print(loaded.tokenizer.decode([*prompt, *tokens]))
+    return 0

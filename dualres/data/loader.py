@@ -1,0 +1,83 @@
+"""Batches of packed sequences from memory-mapped shards, in an order that only the seed decides.
+
+The documents of a split are one long row of tokens. It is cut into windows of `context` tokens (each reads one token
+further, its last target), and the windows are shuffled anew in every pass. So the n-th sequence of a run is the same
+for every method, engine and number of ranks, and the loader's whole state is a number: how many were taken.
+"""
+# B batch  T tokens (the context)
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dualres.data.errors import DataError
+from dualres.data.shards import Index, Split
+
+
+class TokenRow:
+    """The tokens of one split as one row, whatever shards they lie in."""
+
+    def __init__(self, folder: Path, index: Index, split: Split):
+        self.shards: list[NDArray[Any]] = []
+        for shard in index.shards(split):
+            self.shards.append(np.memmap(folder / shard.file, np.dtype(index.dtype).newbyteorder("<"), "r"))
+        self.ends = np.cumsum([len(shard) for shard in self.shards])  # where each shard ends in the row
+        self.length = int(self.ends[-1]) if self.shards else 0
+
+    def read(self, start: int, count: int) -> NDArray[np.int64]:
+        """`count` tokens from `start` on, across the edges of shards."""
+        out = np.empty(count, np.int64)
+        filled = 0
+        number = int(np.searchsorted(self.ends, start, side="right"))
+        while filled < count:
+            shard = self.shards[number]
+            offset = start + filled - (int(self.ends[number]) - len(shard))
+            piece = shard[offset : offset + count - filled]
+            out[filled : filled + len(piece)] = piece
+            filled += len(piece)
+            number += 1
+        return out
+
+
+class Loader:
+    """Sequences by number: `batch(first, rows)` gives those from `first` on, for ever."""
+
+    def __init__(self, folder: Path, index: Index, split: Split, context: int, seed: int | None):
+        self.row, self.context, self.seed = TokenRow(folder, index, split), context, seed
+        self.windows = (self.row.length - 1) // context
+        if self.windows < 1:
+            raise DataError(
+                f"the {split} split of {folder} has {self.row.length:,} tokens, too few for a sequence of {context}: "
+                "prepare more text, hold out another share with --held-out, or use a smaller model.context"
+            )
+
+    def batch(self, first: int, rows: int) -> Tensor:
+        """Sequences first … first+rows−1 of the run; without a seed, in the order of the text. -> (B,T+1)"""
+        return torch.from_numpy(np.stack([self._sequence(number) for number in range(first, first + rows)]))
+
+    def _sequence(self, number: int) -> NDArray[np.int64]:
+        epoch, place = divmod(number, self.windows)
+        window = place if self.seed is None else shuffled(place, self.windows, self.seed, epoch)
+        return self.row.read(window * self.context, self.context + 1)
+
+
+def shuffled(place: int, size: int, seed: int, epoch: int) -> int:
+    """Where `place` of range(size) goes: a permutation that is computed, not stored.
+
+    Four rounds of a Feistel network on the next even number of bits; what falls outside is sent round again.
+    """
+    half = max(1, ((size - 1).bit_length() + 1) // 2)
+    mask = (1 << half) - 1
+    while True:
+        left, right = place >> half, place & mask
+        for turn in range(4):
+            mixed = hashlib.blake2b(f"{seed} {epoch} {turn} {right}".encode(), digest_size=8).digest()
+            left, right = right, left ^ (int.from_bytes(mixed, "little") & mask)
+        place = left << half | right
+        if place < size:
+            return place

@@ -1,0 +1,180 @@
+"""Token shards on disk: flat files of little-endian token numbers, and an index that says what each must hold."""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dualres.data import tokenizer as tokenizers
+from dualres.data.errors import DataError
+from dualres.files import flush, partial_of, write_json
+
+INDEX, TOKENIZER = "index.json", "tokenizer.json"
+FORMAT = "dualres tokens 1"
+Split = Literal["train", "validation"]
+SPLITS: tuple[Split, ...] = ("train", "validation")
+READ = 2**24  # tokens that are looked at together
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file of tokens; every document ends with the end-of-text token."""
+
+    file: str
+    tokens: int
+    documents: int
+    largest: int  # token number
+    checksum: str  # blake2b of the file
+
+
+@dataclass(frozen=True)
+class Index:
+    """What a prepared folder holds."""
+
+    source: str
+    dtype: Literal["uint16", "uint32"]
+    vocab_size: int
+    end_of_text: int
+    fingerprint: str  # of the tokenizer
+    train: tuple[Shard, ...]
+    validation: tuple[Shard, ...]
+
+    def shards(self, split: Split) -> tuple[Shard, ...]:
+        """The files of one split, in order."""
+        return self.train if split == "train" else self.validation
+
+    @property
+    def content(self) -> str:
+        """The same for two folders that hold the same tokens."""
+        sums = "/".join(" ".join(shard.checksum for shard in self.shards(split)) for split in SPLITS)
+        return hashlib.blake2b(sums.encode(), digest_size=16).hexdigest()
+
+    def tokens(self, split: Split) -> int:
+        """How many tokens a split has."""
+        return sum(shard.tokens for shard in self.shards(split))
+
+
+class ShardWriter:
+    """Writes one shard under a temporary name as tokens arrive; `close` makes it real."""
+
+    def __init__(self, path: Path, dtype: str):
+        self.path, self.dtype = path, np.dtype(dtype).newbyteorder("<")
+        self.partial = partial_of(path)
+        self.file = self.partial.open("wb")
+        self.hash = hashlib.blake2b(digest_size=16)
+        self.tokens = self.documents = self.largest = 0
+
+    def add(self, document: NDArray[np.uint32]) -> None:
+        """Append the tokens of one document, its end included."""
+        data = document.astype(self.dtype).tobytes()
+        self.file.write(data)
+        self.hash.update(data)
+        self.tokens += len(document)
+        self.documents += 1
+        self.largest = max(self.largest, int(document.max()))
+
+    def close(self) -> Shard | None:
+        """The finished shard, or none where nothing was written."""
+        flush(self.file)
+        self.file.close()
+        if self.documents == 0:
+            self.partial.unlink()
+            return None
+        self.partial.replace(self.path)
+        return Shard(self.path.name, self.tokens, self.documents, self.largest, self.hash.hexdigest())
+
+
+def write_index(folder: Path, index: Index) -> None:
+    """The last step of preparing: a folder with an index is complete."""
+    write_json(folder / INDEX, {"format": FORMAT, **dataclasses.asdict(index)})
+
+
+def read_index(folder: Path) -> Index:
+    """The index of a prepared folder, its tokenizer and the sizes of its files checked."""
+    path = folder / INDEX
+    if not path.is_file():
+        raise DataError(f"{folder} has no {INDEX}: make it with `dualres prepare SOURCE {folder}`, which also resumes")
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if data.pop("format") != FORMAT:
+            raise KeyError("format")
+        for split in SPLITS:
+            data[split] = tuple(Shard(**row) for row in data[split])
+        index = Index(**data)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{path} is not an index of this version ({error!r}): prepare the data again") from None
+    for shard in (*index.train, *index.validation):
+        _check_size(folder / shard.file, shard, np.dtype(index.dtype).itemsize)
+    read_tokenizer(folder, index)
+    return index
+
+
+def read_tokenizer(folder: Path, index: Index) -> tokenizers.Tokenizer:
+    """The tokenizer that made the shards, refused where the file is another one."""
+    tokenizer = tokenizers.load(folder / TOKENIZER, index.end_of_text)
+    if tokenizer.fingerprint != index.fingerprint:
+        raise DataError(
+            f"{folder / TOKENIZER} is not the tokenizer that made these shards (fingerprint {tokenizer.fingerprint}, "
+            f"the index says {index.fingerprint}): restore it, or prepare the data again"
+        )
+    return tokenizer
+
+
+def verify(folder: Path, index: Index, vocab_size: int, known: Mapping[str, Any] = {}) -> dict[str, Any]:
+    """Read every shard once: refuse one whose checksum is wrong or that has a token outside the vocabulary.
+
+    -> what was verified: size and time of every file. Given back as `known`, files that have not changed are skipped.
+    """
+    seen = {}
+    for shard in (*index.train, *index.validation):
+        path = folder / shard.file
+        status = path.stat()
+        stamp = [status.st_size, status.st_mtime_ns, shard.checksum, vocab_size]
+        if known.get(shard.file) != stamp:
+            _check_content(path, shard, np.dtype(index.dtype), vocab_size)
+        seen[shard.file] = stamp
+    return seen
+
+
+def _check_size(path: Path, shard: Shard, itemsize: int) -> None:
+    if not path.is_file():
+        raise DataError(f"{path} is missing: restore it, or prepare the data again")
+    size, wanted = path.stat().st_size, shard.tokens * itemsize
+    if size != wanted:
+        raise DataError(f"{path} is truncated or altered ({size:,} bytes, not {wanted:,}): prepare the data again")
+
+
+def _check_content(path: Path, shard: Shard, dtype: np.dtype[Any], vocab_size: int) -> None:
+    checksum = hashlib.blake2b(digest_size=16)
+    tokens = np.memmap(path, dtype.newbyteorder("<"), "r")
+    for start in range(0, len(tokens), READ):
+        piece = tokens[start : start + READ]
+        largest = int(piece.max())
+        if largest >= vocab_size:
+            at = start + int(piece.argmax())
+            raise DataError(
+                f"{path} has token {largest} at position {at}, and the vocabulary has {vocab_size} entries: use a "
+                f"model with model.vocab_size above {largest}, or prepare the data with a smaller vocabulary"
+            )
+        checksum.update(piece.tobytes())
+    if checksum.hexdigest() != shard.checksum:
+        raise DataError(f"{path} was altered (its checksum is not that of the index): prepare the data again")
+
+
+def dtype_for(vocab_size: int) -> Literal["uint16", "uint32"]:
+    """The smallest type that holds every token."""
+    return "uint16" if vocab_size <= 2**16 else "uint32"
+
+
+def read_stamps(path: Path) -> dict[str, Any] | None:
+    """What `verify` gave, stored as JSON; None where it is not there or not readable."""
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None

@@ -1,0 +1,177 @@
+"""Tokenizers: bytes, a BPE trained on the source, any `tokenizer.json`, and Tekken; stored as one `tokenizer.json`."""
+
+import base64
+import functools
+import hashlib
+import importlib.resources
+import itertools
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+from numpy.typing import NDArray
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
+
+from dualres.data.errors import DataError
+from dualres.extras import need
+
+END_OF_TEXT = "<|endoftext|>"
+KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "[SEP]")
+TRAINING_BYTES = 64 * 2**20  # of text that a BPE is trained on: the first documents of the source
+
+Tokens = NDArray[np.uint32]
+
+
+class Tokenizer:
+    """Text to token numbers and back. Special tokens in a text are read as text: a document cannot end itself."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, end_of_text: int):
+        backend.encode_special_tokens = True
+        backend.no_truncation()
+        backend.no_padding()
+        self.backend = backend
+        self.end_of_text = end_of_text
+        self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
+        self.is_bytes = _is_bytes(backend)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Tokens]:
+        """Each text as its tokens, without an end; all cores work on a batch."""
+        if self.is_bytes:
+            return [np.frombuffer(text.encode(), np.uint8).astype(np.uint32) for text in texts]
+        encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, np.uint32) for encoding in encodings]
+
+    def encode(self, text: str) -> list[int]:
+        """One text as its tokens."""
+        return self.encode_batch([text])[0].tolist()
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """The text of tokens; special tokens are left out."""
+        return self.backend.decode(list(tokens))
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """The same for two tokenizers that do the same."""
+        described = json.dumps(json.loads(self.backend.to_str()), sort_keys=True, ensure_ascii=True)
+        return hashlib.blake2b(f"{described}{self.end_of_text}".encode(), digest_size=16).hexdigest()
+
+    def save(self, path: Path) -> None:
+        """As `tokenizer.json`, which `tokenizers` and `transformers` read too."""
+        path.write_text(self.backend.to_str(pretty=True), encoding="utf-8")
+
+
+def load(path: Path, end_of_text: int | str | None = None) -> Tokenizer:
+    """A `tokenizer.json`. The end of a document is a token's number, its text, or the first known name it has."""
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # `tokenizers` raises plain exceptions
+        raise DataError(f"{path} is not a tokenizer.json that `tokenizers` can read: {error}") from None
+    if isinstance(end_of_text, int):
+        return Tokenizer(backend, end_of_text)
+    names = (end_of_text,) if end_of_text else KNOWN_ENDS
+    found = [number for name in names if (number := backend.token_to_id(name)) is not None]
+    if not found:
+        raise DataError(
+            f"{path} has none of the tokens {', '.join(names)} to end a document with: name one with --end-of-text"
+        )
+    return Tokenizer(backend, found[0])
+
+
+def byte_tokenizer() -> Tokenizer:
+    """256 bytes and the end of a text."""
+    alphabet = _byte_letters()
+    backend = tokenizers.Tokenizer(models.BPE(vocab={letter: byte for byte, letter in enumerate(alphabet)}, merges=[]))
+    return Tokenizer(*_byte_level(backend, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)))
+
+
+def train_bpe(texts: Iterator[str], vocab_size: int) -> Tokenizer:
+    """A byte-level BPE of `vocab_size` entries, the end of a text included, trained on the first 64 MiB of `texts`."""
+    if vocab_size < 257:
+        raise DataError(f"a BPE of {vocab_size} entries has no room for the 256 bytes and the end of a text: use more")
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - 1, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    backend.train_from_iterator(_first(texts, TRAINING_BYTES), trainer)
+    return Tokenizer(*_byte_level(backend, backend.pre_tokenizer))
+
+
+def tekken() -> Tokenizer:
+    """Mistral's Tekken with 131,072 entries, the paper's vocabulary size, from the package `mistral-common`.
+
+    1,000 special tokens come first. The package lists entries by rank; the pairs that a BPE merges follow from them.
+    """
+    folder = importlib.resources.files(need("mistral_common", "data", "the Tekken tokenizer")) / "data"
+    file = next(f for f in sorted(folder.iterdir(), key=lambda f: f.name, reverse=True) if f.name.startswith("tekken_"))
+    described = json.loads(file.read_text(encoding="utf-8"))
+    config = described["config"]
+    specials = config["default_num_special_tokens"]
+    ordinary = described["vocab"][: config["default_vocab_size"] - specials]
+    pieces = [base64.b64decode(entry["token_bytes"]) for entry in ordinary]
+    alphabet = _byte_letters()
+
+    def letters(piece: bytes) -> str:
+        return "".join(alphabet[byte] for byte in piece)
+
+    special_names = ["<unk>", "<s>", "</s>", *(f"<SPECIAL_{i}>" for i in range(3, specials))]
+    vocab = {name: i for i, name in enumerate(special_names)}
+    vocab |= {letters(piece): specials + rank for rank, piece in enumerate(pieces)}
+    merges = [(letters(a), letters(b)) for a, b in merges_of(pieces)]
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=True))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(config["pattern"]), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in special_names])
+    return Tokenizer(backend, special_names.index("</s>"))
+
+
+def merges_of(pieces: Sequence[bytes]) -> Iterator[tuple[bytes, bytes]]:
+    """The pair that makes each entry of a ranked vocabulary: what merging by rank leaves before the last step."""
+    ranks = {piece: rank for rank, piece in enumerate(pieces)}
+    for rank, piece in enumerate(pieces):
+        parts = [piece[i : i + 1] for i in range(len(piece))]
+        while len(parts) > 2:
+            pairs = [ranks.get(a + b, rank) for a, b in itertools.pairwise(parts)]
+            best = min(pairs)
+            if best >= rank:
+                break
+            i = pairs.index(best)
+            parts[i : i + 2] = [parts[i] + parts[i + 1]]
+        if len(parts) == 2:
+            yield parts[0], parts[1]
+
+
+def _byte_level(
+    backend: tokenizers.Tokenizer, pre_tokenizer: pre_tokenizers.PreTokenizer
+) -> tuple[tokenizers.Tokenizer, int]:
+    backend.pre_tokenizer = pre_tokenizer
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(END_OF_TEXT, special=True, normalized=False)])
+    return backend, backend.get_vocab(with_added_tokens=True)[END_OF_TEXT]
+
+
+def _byte_letters() -> list[str]:
+    """The letter that `tokenizers` writes each byte as: printable bytes are themselves, the others go on from 256."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    others = iter(range(256, 512))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+
+
+def _is_bytes(backend: tokenizers.Tokenizer) -> bool:
+    """Whether every byte is its own number, so that encoding is copying."""
+    return backend.get_vocab(with_added_tokens=False) == {letter: b for b, letter in enumerate(_byte_letters())}
+
+
+def _first(texts: Iterator[str], size: int) -> Iterator[str]:
+    for text in texts:
+        yield text
+        size -= len(text)
+        if size <= 0:
+            return

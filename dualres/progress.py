@@ -1,0 +1,56 @@
+"""Progress of long work: one line that renews itself on a terminal, a line now and then in a file."""
+
+import sys
+import time
+
+TERMINAL_SECONDS, FILE_SECONDS = 0.1, 10.0
+CLEAR = "\r\x1b[K"
+
+
+class Progress:
+    """Shows the latest text on standard error, not more often than a reader can follow."""
+
+    def __init__(self, quiet: bool = False):
+        self.quiet = quiet
+        self.live = sys.stderr.isatty()
+        self.last = 0.0
+        self.shown = False  # a line that is still open
+
+    def show(self, text: str) -> None:
+        """The state of the work; it may be skipped where one was shown just before."""
+        now = time.monotonic()
+        if self.quiet or now - self.last < (TERMINAL_SECONDS if self.live else FILE_SECONDS):
+            return
+        self.last = now
+        self.shown = self.live
+        print(f"{CLEAR}{text}" if self.live else text, end="" if self.live else "\n", file=sys.stderr, flush=True)
+
+    def say(self, text: str) -> None:
+        """Something that must be read: a line of its own."""
+        if self.quiet:
+            return
+        if self.shown:
+            print(CLEAR, end="", file=sys.stderr)
+            self.shown = False
+        print(text, file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        """Leave the last state on the screen."""
+        if self.shown:
+            print(file=sys.stderr, flush=True)
+            self.shown = False
+
+
+def duration(seconds: float) -> str:
+    """3725 -> '1:02:05'"""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def short(number: float) -> str:
+    """1234567 -> '1.23M'"""
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(number) >= size:
+            return f"{number / size:.3g}{letter}"
+    return f"{number:.3g}"

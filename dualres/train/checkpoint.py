@@ -1,0 +1,229 @@
+"""Checkpoints: whole or not there, checked before they are trusted, written while training goes on.
+
+checkpoints/step-000000100/
+  weights/        safetensors, a file or more per rank; tensors are named `model.…`
+  optimizer/      the same for AdamW's state
+  state.json      step, position in the data, random state, best validation loss
+  manifest.json   size and checksum of every other file; written last, before the folder gets its name
+"""
+
+import hashlib
+import json
+import shutil
+import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+from dualres.files import PARTIAL, flush, flush_folder, partial_of, write_json
+from dualres.train.errors import TrainError
+from dualres.train.world import World
+
+MANIFEST, STATE, DAMAGED = "manifest.json", "state.json", ".damaged"
+PARTS = {"weights": "model.", "optimizer": "optimizer."}  # folder, beginning of the names in it
+READ = 2**24  # bytes at a time
+# One process has no process group, and needs none to save and load.
+warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+
+
+class Checkpoints:
+    """The checkpoints of one run. All ranks call `save`, `wait` and `restore` together."""
+
+    def __init__(self, folder: Path, world: World, keep: int, say: Callable[[str], None]):
+        self.folder, self.world, self.keep, self.say = folder, world, keep, say
+        self.saving: threading.Thread | None = None
+        self.failure: str | None = None  # of the latest save
+
+    def save(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
+        """Copy the tensors now and write them in the background. `state` has `best_step`, whose checkpoint is kept."""
+        self.wait()
+        copy = DefaultStager(StagingOptions(False, False, False, False)).stage(tensors)
+        self.saving = threading.Thread(target=self._write, args=(step, copy, state), name="checkpoint")
+        self.saving.start()
+
+    def wait(self) -> None:
+        """Until the latest save has ended, well or not; `failure` says which."""
+        if self.saving is not None:
+            self.saving.join()
+            self.saving = None
+
+    def restore(self, tensors: dict[str, Tensor]) -> dict[str, Any] | None:
+        """Load the newest whole checkpoint into `tensors` and return its state; None where there is none.
+
+        One that fails its checksums is set aside under another name, and the one before is taken.
+        """
+        if self.world.leads:
+            for leftover in self.folder.glob(f"*{PARTIAL}"):
+                shutil.rmtree(leftover)
+        while (newest := self.world.from_leader(_newest(self.folder))) is not None:
+            wrong = self._check(newest)
+            if not wrong:
+                load(newest, tensors, distributed=self.world.size > 1)
+                return json.loads((newest / STATE).read_text(encoding="utf-8"))
+            if self.world.leads:
+                aside = newest.with_name(newest.name + DAMAGED)
+                shutil.rmtree(aside, ignore_errors=True)
+                newest.rename(aside)
+            self.say(f"checkpoint {newest} is damaged: {wrong[0]}; set aside as *{DAMAGED}, taking the one before")
+        return None
+
+    def last(self) -> Path | None:
+        """The newest checkpoint."""
+        return _newest(self.folder)
+
+    def _check(self, checkpoint: Path) -> list[str]:
+        """What is wrong with it, found by all ranks together."""
+        shares = self._from_all(damage(checkpoint, self.world), self.world.control)
+        return [fault for share in shares for fault in share]
+
+    def _write(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
+        target = self.folder / step_name(step)
+        partial = partial_of(target)
+        self.failure = None
+        try:
+            self._together(lambda: self._begin(partial), leader_only=True)
+            for part, begin in PARTS.items():
+                chosen = {name: tensor for name, tensor in tensors.items() if name.startswith(begin)}
+                writer = HuggingFaceStorageWriter(str(partial / part), save_distributed=True)
+                alone = self.world.saving is None
+                state_dict_saver.save(chosen, storage_writer=writer, process_group=self.world.saving, no_dist=alone)
+            self._together(lambda: write_json(partial / STATE, state), leader_only=True)
+            sums = self._together(lambda: _sums(partial, self.world))
+            self._together(lambda: self._finish(partial, target, state, sums), leader_only=True)
+        except Exception as error:  # of many kinds: files, collectives, and what PyTorch wraps them in
+            self.failure = f"checkpoint {target} was not saved: {_root_cause(error)}"
+            if self.world.leads:
+                shutil.rmtree(partial, ignore_errors=True)
+                self.say(f"{self.failure}. Earlier checkpoints are as they were; is the disk full?")
+
+    def _begin(self, partial: Path) -> None:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+
+    def _finish(self, partial: Path, target: Path, state: dict[str, Any], sums: list[dict[str, Any]]) -> None:
+        """Manifest and name; then the checkpoints that are no longer kept go."""
+        files = {name: entry for share in sums for name, entry in share.items()}
+        write_json(partial / MANIFEST, {"files": dict(sorted(files.items()))})
+        for folder in (*(partial / part for part in PARTS), partial):
+            flush_folder(folder)
+        shutil.rmtree(target, ignore_errors=True)
+        partial.rename(target)
+        flush_folder(self.folder)
+        self._remove_old(state)
+
+    def _together(self, work: Callable[[], Any], leader_only: bool = False) -> list[Any]:
+        """The results of all ranks; what fails on one fails on all, so that none waits for ever."""
+        value, fault = None, None
+        if self.world.leads or not leader_only:
+            try:
+                value = work()
+            except OSError as error:
+                fault = str(error)
+        answers = self._from_all((value, fault), self.world.saving)
+        for _, fault in answers:
+            if fault is not None:
+                raise OSError(fault)
+        return [value for value, _ in answers]
+
+    def _remove_old(self, state: dict[str, Any]) -> None:
+        kept = {step_name(state["best_step"])}
+        for old in found(self.folder)[: -self.keep]:
+            if old.name not in kept:
+                shutil.rmtree(old)
+
+    def _from_all(self, value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+        if group is None:
+            return [value]
+        values: list[Any] = [None] * self.world.size
+        dist.all_gather_object(values, value, group=group)
+        return values
+
+
+def step_name(step: int) -> str:
+    """The folder of a step's checkpoint."""
+    return f"step-{step:09d}"
+
+
+def found(folder: Path) -> list[Path]:
+    """The finished checkpoints, oldest first."""
+    return sorted(path for path in folder.glob("step-*") if path.suffix == "" and path.is_dir())
+
+
+def load(checkpoint: Path, tensors: dict[str, Tensor], distributed: bool = False) -> None:
+    """Fill `tensors` from the parts of a checkpoint that have them, however many ranks wrote it."""
+    for part, begin in PARTS.items():
+        chosen = {name: tensor for name, tensor in tensors.items() if name.startswith(begin)}
+        if not chosen:
+            continue
+        try:
+            reader = HuggingFaceStorageReader(str(checkpoint / part))
+            state_dict_loader.load(chosen, storage_reader=reader, no_dist=not distributed)
+        except Exception as error:
+            raise TrainError(
+                f"checkpoint {checkpoint} does not fit this model: {_root_cause(error)}. Train with the config it was "
+                "made with, or into a new folder"
+            ) from None
+
+
+def damage(checkpoint: Path, world: World | None = None) -> list[str]:
+    """What is wrong with a checkpoint: files that are missing, of another size or content, or not in the manifest.
+
+    Of several ranks, each reads its share of the files.
+    """
+    try:
+        manifest = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))["files"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return [f"{checkpoint / MANIFEST} cannot be read ({error})"]
+    wrong = []
+    for name, (size, checksum) in _shared_out(sorted(manifest.items()), world):
+        path = checkpoint / name
+        if not path.is_file():
+            wrong.append(f"{path} is missing")
+        elif path.stat().st_size != size:
+            wrong.append(f"{path} has {path.stat().st_size:,} bytes, not {size:,}")
+        elif _sum(path) != checksum:
+            wrong.append(f"{path} has another checksum than when it was written")
+    return wrong
+
+
+def _newest(folder: Path) -> Path | None:
+    return found(folder)[-1] if found(folder) else None
+
+
+def _sums(folder: Path, world: World) -> dict[str, list[Any]]:
+    """Size and checksum of this rank's share of the files, which are brought to the disk."""
+    sums = {}
+    for path in _shared_out(sorted(p for p in folder.rglob("*") if p.is_file()), world):
+        with path.open("rb+") as file:
+            flush(file)
+        sums[path.relative_to(folder).as_posix()] = [path.stat().st_size, _sum(path)]
+    return sums
+
+
+def _sum(path: Path) -> str:
+    checksum = hashlib.blake2b(digest_size=16)
+    with path.open("rb") as file:
+        while piece := file.read(READ):
+            checksum.update(piece)
+    return checksum.hexdigest()
+
+
+def _shared_out(items: list[Any], world: World | None) -> list[Any]:
+    return items if world is None else items[world.rank :: world.size]
+
+
+def _root_cause(error: BaseException) -> str:
+    """The reason inside what PyTorch wraps it in."""
+    failures = getattr(error, "failures", None)
+    if failures:
+        error = next(iter(failures.values()))[0]
+    while (cause := error.__cause__ or error.__context__) is not None:
+        error = cause
+    return f"{error}" or type(error).__name__

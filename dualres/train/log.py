@@ -1,0 +1,89 @@
+"""Metrics of a run: JSON lines that repeat bit for bit, the clock beside them, TensorBoard and Weights & Biases."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from torch.utils.tensorboard import SummaryWriter
+
+from dualres.extras import need
+from dualres.files import partial_of
+from dualres.train.errors import TrainError
+
+METRICS, SPEED, TENSORBOARD = "metrics.jsonl", "speed.jsonl", "tensorboard"
+
+
+class Log:
+    """Writes the rows of a run from `step` on; rows of later steps, left by an interrupted run, go first."""
+
+    def __init__(self, folder: Path, step: int, wandb_project: str | None = None):
+        self.folder = folder
+        for name in (METRICS, SPEED):
+            cut(folder / name, step)
+        self.metrics = (folder / METRICS).open("a", encoding="utf-8")
+        self.speed = (folder / SPEED).open("a", encoding="utf-8")
+        self.board = SummaryWriter(str(folder / TENSORBOARD), purge_step=step + 1)
+        self.wandb = _wandb(folder, wandb_project) if wandb_project else None
+
+    def metric(self, step: int, **values: Any) -> None:
+        """A row that depends only on config and data."""
+        self._write(self.metrics, METRICS, step, values)
+
+    def clock(self, step: int, **values: Any) -> None:
+        """A row that depends on the machine."""
+        self._write(self.speed, SPEED, step, values)
+
+    def _write(self, file: Any, name: str, step: int, values: dict[str, Any]) -> None:
+        try:
+            file.write(json.dumps({"step": step, **values}) + "\n")
+            file.flush()
+        except OSError as error:
+            raise TrainError(
+                f"{self.folder / name} cannot be written ({error}): free space there and run the same command again, "
+                "it resumes from the last checkpoint"
+            ) from None
+        for key, value in values.items():
+            self.board.add_scalar(key, value, step)
+        if self.wandb is not None:
+            self.wandb.log(values, step=step)
+
+    def sync(self) -> None:
+        """Bring the rows to the disk, before a checkpoint that counts on them."""
+        for file in (self.metrics, self.speed):
+            file.flush()
+            os.fsync(file.fileno())
+
+    def close(self) -> None:
+        """End all."""
+        self.metrics.close()
+        self.speed.close()
+        self.board.close()
+        if self.wandb is not None:
+            self.wandb.finish()
+
+
+def cut(path: Path, step: int) -> None:
+    """Keep the rows up to `step`; a row that a crash cut short goes with those after."""
+    if not path.exists():
+        return
+    partial = partial_of(path)
+    with path.open(encoding="utf-8", errors="replace") as old, partial.open("w", encoding="utf-8") as new:
+        for line in old:
+            if not line.endswith("\n") or json.loads(line)["step"] > step:
+                break
+            new.write(line)
+        new.flush()
+        os.fsync(new.fileno())
+    partial.replace(path)
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """All whole rows of a file of JSON lines."""
+    with path.open(encoding="utf-8") as file:
+        return [json.loads(line) for line in file if line.endswith("\n")]
+
+
+def _wandb(folder: Path, project: str) -> Any:
+    wandb = need("wandb", "wandb", "logging to Weights & Biases")
+    return wandb.init(project=project, name=folder.name, dir=str(folder), id=folder.name, resume="allow")

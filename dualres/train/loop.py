@@ -1,0 +1,309 @@
+"""The training loop: whatever the model, the residual method and the engine.
+
+Step s (1, 2, …) takes sequences (s−1)·G … s·G−1 of the loader, G the global batch. They are cut into micro-batches;
+of W ranks, rank r takes micro-batches r, r+W, … So the data of a step depend on neither method, engine nor ranks.
+"""
+
+import math
+import signal
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from dualres.config import Config
+from dualres.data import shards
+from dualres.data.loader import Loader
+from dualres.data.shards import Index
+from dualres.files import write_json
+from dualres.progress import Progress, duration, short
+from dualres.train import run
+from dualres.train.build import build_engine, engine_name
+from dualres.train.checkpoint import Checkpoints
+from dualres.train.engine import Engine
+from dualres.train.errors import TrainError
+from dualres.train.log import Log
+from dualres.train.recipe import learning_rate, steps_of
+from dualres.train.speed import Speed, peak_memory
+from dualres.train.world import World
+
+VERIFIED = "verified.json"  # which data files were read in whole, so that a resumed run need not do it again
+
+
+class Done(NamedTuple):
+    """How a run ended."""
+
+    step: int
+    finished: bool
+    validation_loss: float | None
+
+
+class Totals(NamedTuple):
+    """Of one step, over all ranks."""
+
+    loss: float  # language model, mean over tokens
+    router: float  # mean over micro-batches and layers
+    stop: bool  # someone was asked to
+
+
+def train(config: Config, data: Path, folder: Path, world: World, progress: Progress, wandb: str | None = None) -> Done:
+    """Train `config` on the prepared folder `data` into `folder`, or go on where an earlier run there stopped."""
+    check_batch(config, world.size)
+    with run.locked(folder) if world.leads else nullcontext():
+        problem = None
+        index = shards.read_index(data)
+        check_vocabulary(config, data, index)
+        if world.leads:
+            problem = _caught(lambda: _prepare_folder(config, data, folder, index, progress))
+        problem = world.from_leader(problem)
+        if problem is not None:
+            raise problem
+        return Training(config, data, folder, index, world, progress, wandb).run()
+
+
+class Training:
+    """One process's part of a run."""
+
+    def __init__(
+        self,
+        config: Config,
+        data: Path,
+        folder: Path,
+        index: Index,
+        world: World,
+        progress: Progress,
+        wandb: str | None,
+    ):
+        self.config, self.folder, self.world, self.progress = config, folder, world, progress
+        train, context = config.train, config.model.context
+        self.steps = steps_of(train, context)
+        self.loader = Loader(data, index, "train", context, train.seed)
+        self.held_out = Loader(data, index, "validation", context, None)
+        self.engine: Engine = build_engine(config, world, index.end_of_text)
+        self.checkpoints = Checkpoints(folder / run.CHECKPOINTS, world, train.keep_checkpoints, progress.say)
+        self.step, self.best_step, self.best_loss = 0, 0, math.inf
+        self.validation_loss: float | None = None
+        self._restore()
+        self.log = Log(folder, self.step, wandb) if world.leads else None
+        self.speed = Speed(config, world.device, world.size)
+
+    def run(self) -> Done:
+        """Steps until the budget is spent or someone asks to stop."""
+        with stop_signals(alone=self.world.size == 1) as asked:
+            try:
+                stopped = False
+                while self.step < self.steps and not stopped:
+                    stopped = self._one_step(asked)
+                return self._end()
+            finally:
+                self.checkpoints.wait()
+                if self.log is not None:
+                    self.log.close()
+                self.progress.end()
+
+    def _one_step(self, asked: Callable[[], bool]) -> bool:
+        """-> whether to stop"""
+        train, step = self.config.train, self.step + 1
+        rate = learning_rate(self.step, self.steps, train)
+        self.speed.start()
+        totals = self._accumulate(asked)
+        if not math.isfinite(totals.loss):
+            raise TrainError(self._not_finite("loss", totals.loss))
+        norm = self.engine.update(rate, train.clip)
+        if not math.isfinite(norm):
+            raise TrainError(self._not_finite("gradient norm", norm))
+        self.speed.stop()
+        self.step = step
+        self._record(totals, norm, rate)
+        improved = False
+        if step % train.validate_every == 0 or step == self.steps:
+            improved = self._validate()
+        if step % train.checkpoint_every == 0 or step == self.steps or improved or totals.stop:
+            self._save()
+        return totals.stop
+
+    def _accumulate(self, asked: Callable[[], bool]) -> Totals:
+        """Forward and backward of this rank's micro-batches; then one sum over ranks, with the wish to stop in it."""
+        train, world = self.config.train, self.world
+        first = self.step * train.global_batch
+        micro_batches = range(world.rank, train.global_batch // train.micro_batch, world.size)
+        language = router = 0.0
+        for number in micro_batches:
+            sequences = self.loader.batch(first + number * train.micro_batch, train.micro_batch)
+            # Engines average over ranks, so a micro-batch has its share of this rank's.
+            losses = self.engine.accumulate(sequences, 1 / len(micro_batches), number == micro_batches[-1])
+            language += losses.language / len(micro_batches)
+            router += losses.router / len(micro_batches)
+        language, router, stop = world.sum([language, router, float(asked())])
+        return Totals(language / world.size, router / world.size, stop > 0)
+
+    def _record(self, totals: Totals, norm: float, rate: float) -> None:
+        if self.log is None:
+            return
+        step, speed, sparse = self.step, self.speed, self.config.model.moe is not None
+        values: dict[str, Any] = {"tokens": step * speed.tokens, "loss": totals.loss}
+        if sparse:
+            values["router_loss"] = totals.router
+        self.log.metric(step, **values, grad_norm=norm, learning_rate=rate)
+        rate_now, mfu = speed.tokens_per_second, speed.utilisation
+        self.log.clock(step, seconds=speed.seconds[-1], tokens_per_second=rate_now, mfu=mfu)
+        router = f"  router {totals.router:.3f}" if sparse else ""
+        left = duration((self.steps - step) * speed.step_seconds)
+        self.progress.show(
+            f"step {step}/{self.steps}  loss {totals.loss:.4f}{router}  {short(rate_now)} tokens/s  "
+            f"MFU {mfu:.1%}  left {left}"
+        )
+
+    def _validate(self) -> bool:
+        """The loss on the held-out tokens. -> whether it is the best so far"""
+        loss = self.validation_loss = validate(self.engine, self.held_out, self.config, self.world)
+        improved = loss < self.best_loss
+        if improved:
+            self.best_loss, self.best_step = loss, self.step
+        if self.log is not None:
+            self.log.metric(self.step, validation_loss=loss)
+            self.progress.say(f"step {self.step}/{self.steps}  validation loss {loss:.4f}")
+        return improved
+
+    def _save(self) -> None:
+        state = {
+            "step": self.step,
+            "sequences": self.step * self.config.train.global_batch,
+            "best_loss": None if math.isinf(self.best_loss) else self.best_loss,
+            "best_step": self.best_step,
+            "validation_loss": self.validation_loss,
+            "random": torch.get_rng_state().numpy().tobytes().hex(),
+        }
+        if self.log is not None:
+            self.log.sync()
+        self.checkpoints.save(self.step, self.engine.tensors(), state)
+
+    def _restore(self) -> None:
+        tensors = self.engine.tensors()
+        state = self.checkpoints.restore(tensors)
+        if state is None:
+            return
+        self.engine.adopt(tensors)
+        self.step, self.validation_loss = state["step"], state["validation_loss"]
+        self.best_step = state["best_step"]
+        self.best_loss = math.inf if state["best_loss"] is None else state["best_loss"]
+        torch.set_rng_state(torch.frombuffer(bytearray.fromhex(state["random"]), dtype=torch.uint8))
+        if self.world.leads:
+            self.progress.say(f"resumed from {self.checkpoints.last()}")
+
+    def _end(self) -> Done:
+        self.checkpoints.wait()
+        if self.checkpoints.failure is not None:
+            raise TrainError(self.checkpoints.failure)
+        finished = self.step >= self.steps
+        if finished and self.world.leads:
+            self._summarise()
+        elif self.world.leads:
+            self.progress.say(
+                f"stopped at step {self.step} of {self.steps}; saved as {self.checkpoints.last()}. "
+                "The same command goes on from there"
+            )
+        return Done(self.step, finished, self.validation_loss)
+
+    def _summarise(self) -> None:
+        before = self.folder / run.SUMMARY
+        if before.exists() and not self.speed.seconds:  # a finished run that was started again
+            return
+        summary = {
+            "steps": self.step,
+            "tokens": self.step * self.speed.tokens,
+            "validation_loss": self.validation_loss,
+            "best_validation_loss": self.best_loss,
+            "best_step": self.best_step,
+            "tokens_per_second": self.speed.overall(),
+            "peak_memory": peak_memory(self.world.device),
+            "processes": self.world.size,
+            "engine": engine_name(self.config, self.world.size),
+            "device": self.world.device.type,
+            "threads": torch.get_num_threads(),
+        }
+        write_json(before, summary)
+
+    def _not_finite(self, what: str, value: float) -> str:
+        first = self.step * self.config.train.global_batch
+        last = self.checkpoints.last()
+        safe = f"the last good checkpoint is {last}" if last else "there is no checkpoint yet"
+        return (
+            f"the {what} is {value} at step {self.step + 1} (sequences {first} to "
+            f"{first + self.config.train.global_batch - 1} of seed {self.config.train.seed}); nothing was saved of it, "
+            f"{safe}. Lower train.learning_rate, or look at these sequences"
+        )
+
+
+def validate(engine: Engine, held_out: Loader, config: Config, world: World) -> float:
+    """The mean loss over the held-out tokens, at most `validation_tokens` of them."""
+    wanted = max(1, config.train.validation_tokens // config.model.context)
+    count, rows = min(held_out.windows, wanted), config.train.micro_batch
+    total = 0.0
+    for start in range(0, count, rows * world.size):
+        # All ranks run each round, since a sharded model is gathered together; beyond the end it does not count.
+        first = start + world.rank * rows
+        size = min(rows, count - first)
+        loss = engine.evaluate(held_out.batch(min(first, count - 1), max(1, size)))
+        total += loss * max(0, size)
+    return world.sum([total])[0] / count
+
+
+@contextmanager
+def stop_signals(alone: bool) -> Iterator[Callable[[], bool]]:
+    """SIGTERM and Ctrl-C become a wish to stop after this step. A second Ctrl-C of a process alone stops at once."""
+    received: list[int] = []
+
+    def handle(number: int, frame: types.FrameType | None) -> None:
+        if number == signal.SIGINT and received and alone:
+            raise KeyboardInterrupt
+        received.append(number)
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield lambda: bool(received)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def check_batch(config: Config, processes: int) -> None:
+    """Refuse a global batch that does not cut into equal shares."""
+    train = config.train
+    if train.global_batch % (train.micro_batch * processes):
+        raise TrainError(
+            f"train.global_batch={train.global_batch} does not cut into micro-batches of "
+            f"train.micro_batch={train.micro_batch} on {processes} processes: use a micro_batch that divides "
+            f"{train.global_batch / processes:g}, or another number of processes"
+        )
+
+
+def check_vocabulary(config: Config, data: Path, index: Index) -> None:
+    """Refuse data whose tokenizer has more entries than the model."""
+    if index.vocab_size > config.model.vocab_size:
+        raise TrainError(
+            f"{data / shards.INDEX}: the tokenizer has {index.vocab_size:,} entries and the model "
+            f"{config.model.vocab_size:,}: set model.vocab_size={index.vocab_size}, or prepare with a smaller tokenizer"
+        )
+
+
+def _prepare_folder(config: Config, data: Path, folder: Path, index: Index, progress: Progress) -> None:
+    """Files of the run, and a look at every token unless an earlier start had it."""
+    run.open_run(folder, config, data, index)
+    path = folder / VERIFIED
+    known = shards.read_stamps(path)
+    if known is None and index.tokens("train") > 10**8:
+        progress.say(f"reading all of {data} once to check it")
+    write_json(path, shards.verify(data, index, config.model.vocab_size, known or {}))
+
+
+def _caught(work: Callable[[], None]) -> Exception | None:
+    """What went wrong, so that the leader can tell the others instead of leaving them waiting."""
+    try:
+        work()
+    except (OSError, ValueError, RuntimeError) as error:
+        return error
+    return None

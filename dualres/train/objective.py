@@ -1,0 +1,86 @@
+"""What training minimises: the mean cross-entropy of the next token, without ever holding all logits."""
+# B batch  T tokens  D width  V vocabulary
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dualres.model.context import RouterReport
+from dualres.model.decoder import Decoder
+
+
+class Objective(nn.Module):
+    """A decoder with its loss: one module, so that an engine finds the output weights used inside a `forward`.
+
+    `loss_rows` tokens have their logits at a time. `end_of_text`, where given, separates documents that must not look
+    at each other; without it a token sees all of its sequence, whatever documents were packed into it.
+    """
+
+    def __init__(self, decoder: Decoder, loss_rows: int, end_of_text: int | None = None):
+        super().__init__()
+        self.decoder, self.loss_rows, self.end_of_text = decoder, loss_rows, end_of_text
+
+    def forward(self, sequences: Tensor, report: RouterReport | None = None) -> Tensor:
+        """The mean over all predicted tokens, in nats. (B,T+1) -> ()"""
+        tokens, targets = sequences[:, :-1], sequences[:, 1:]
+        documents = None if self.end_of_text is None else document_numbers(tokens, self.end_of_text)
+        hidden = self.decoder.hidden(tokens, documents=documents, report=report)
+        rows, weight = self.decoder.vocabulary.output_product(hidden)
+        return chunked_cross_entropy(rows.flatten(0, 1), weight, targets.flatten(), self.loss_rows)
+
+
+def chunked_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, rows: int) -> Tensor:
+    """mean_n −log softmax(hidden_n · weightᵀ)[target_n], with the logits of `rows` tokens at a time.
+
+    hidden (N,D), weight (V,D), targets (N) -> (), in float32 at least. The products run in the dtype of `hidden`, or in
+    autocast's; softmax and sums in float32. (PyTorch's own `linear_cross_entropy` rounds the loss to bfloat16.)
+    """
+    device = hidden.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+    return ChunkedCrossEntropy.apply(hidden, weight, targets, rows)
+
+
+class ChunkedCrossEntropy(torch.autograd.Function):
+    """The gradients are made in the forward pass, chunk by chunk, while the logits are there."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, rows: int) -> Tensor:
+        """p = softmax(h Wᵀ); dh = (p − onehot) W / N; dW = (p − onehot)ᵀ h / N"""
+        precise = torch.promote_types(hidden.dtype, torch.float32)
+        differentiated = any(ctx.needs_input_grad)
+        grad_hidden = torch.empty_like(hidden) if differentiated else None
+        grad_weight = torch.zeros_like(weight, dtype=precise) if differentiated else None
+        total = torch.zeros((), dtype=precise, device=hidden.device)
+        for start in range(0, len(hidden), rows):
+            h, target = hidden[start : start + rows], targets[start : start + rows, None]
+            logits = (h @ weight.T).to(precise)  # (rows,V)
+            log_partition = logits.logsumexp(-1, keepdim=True)
+            total += (log_partition - logits.gather(-1, target)).sum()
+            if grad_hidden is None or grad_weight is None:
+                continue
+            error = logits.sub_(log_partition).exp_()
+            error.scatter_add_(-1, target, error.new_full((), -1.0).expand(target.shape))
+            error = error.div_(len(hidden)).to(hidden.dtype)
+            torch.mm(error, weight, out=grad_hidden[start : start + rows])
+            if precise == hidden.dtype:
+                grad_weight.addmm_(error.T, h)
+            else:
+                grad_weight += error.T @ h
+        if grad_hidden is not None and grad_weight is not None:
+            ctx.save_for_backward(grad_hidden, grad_weight.to(weight.dtype))
+        return total / len(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        """What the forward pass made, times the gradient of the loss."""
+        grad_hidden, grad_weight = ctx.saved_tensors
+        return grad_hidden * grad.to(grad_hidden.dtype), grad_weight * grad.to(grad_weight.dtype), None, None
+
+
+def document_numbers(tokens: Tensor, end_of_text: int) -> Tensor:
+    """0 up to and with the first end of a text, then 1, … (B,T) -> (B,T)"""
+    ends = tokens == end_of_text
+    return ends.cumsum(-1) - ends.long()

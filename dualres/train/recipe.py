@@ -1,0 +1,58 @@
+"""The paper's recipe as functions of the config: which parameters decay, and the learning rate of every step."""
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from dualres.config import TrainConfig
+
+
+def optimizer_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
+    """The parameters in two groups for AdamW: matrices decay; norms, queries, gates, biases and scales do not."""
+    matrices = {id(p) for p in _matrices(model)}
+    decaying = [p for p in model.parameters() if id(p) in matrices]
+    others = [p for p in model.parameters() if id(p) not in matrices]
+    return [
+        {"params": decaying, "weight_decay": weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+
+
+def _matrices(model: nn.Module) -> Iterator[Tensor]:
+    """What multiplies a vector as a matrix: by role, so that a gate of any shape is none."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear | nn.Embedding):
+            yield module.weight
+        else:
+            yield from (getattr(module, name) for name in getattr(module, "matrices", ()))
+
+
+def learning_rate(step: int, steps: int, train: TrainConfig) -> float:
+    """Of step 0, 1, …: linear warmup to the peak, then half a cosine down to the minimum at the last step."""
+    if step < train.warmup_steps:
+        return train.learning_rate * (step + 1) / train.warmup_steps
+    progress = (step - train.warmup_steps) / max(1, steps - 1 - train.warmup_steps)
+    cosine = (1 + math.cos(math.pi * min(1.0, progress))) / 2
+    return train.min_learning_rate + (train.learning_rate - train.min_learning_rate) * cosine
+
+
+def steps_of(train: TrainConfig, context: int) -> int:
+    """How many steps the token budget makes; a last, partial batch is not begun."""
+    return max(1, train.tokens // (train.global_batch * context))
+
+
+def adamw(model: nn.Module, train: TrainConfig) -> torch.optim.AdamW:
+    """AdamW with the recipe's settings; the learning rate is set anew at every step."""
+    groups = optimizer_groups(model, train.weight_decay)
+    return torch.optim.AdamW(groups, lr=train.learning_rate, betas=train.betas, eps=train.adam_eps, fused=True)
+
+
+def fresh_state(parameter: Tensor) -> dict[str, Tensor]:
+    """What AdamW makes for a parameter at its first step."""
+    return {
+        "step": torch.zeros((), device=parameter.device),
+        "exp_avg": torch.zeros_like(parameter, requires_grad=False),
+        "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
+    }

@@ -1,0 +1,108 @@
+"""A run's folder: what was asked for, one run at a time, and what a finished run says of itself.
+
+RUN/config.json      the experiment, the data, the version of dualres
+    tokenizer.json   the data's
+    metrics.jsonl    losses, gradient norm and learning rate by step; the same on every repetition
+    speed.jsonl      the clock: tokens/s and utilisation by step
+    tensorboard/     both, for TensorBoard
+    checkpoints/     see dualres.train.checkpoint
+    summary.json     written at the end
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from dualres.config import Config
+from dualres.data.shards import TOKENIZER, Index
+from dualres.fields import build
+from dualres.files import partial_of, write_json
+from dualres.train.errors import TrainError
+from dualres.version import VERSION
+
+CONFIG, SUMMARY, CHECKPOINTS, LOCK = "config.json", "summary.json", "checkpoints", "lock"
+# What may change between an interruption and its resumption: how the work is done, not what is computed.
+MAY_CHANGE = {
+    "train.micro_batch",
+    "train.compile",
+    "train.recompute",
+    "train.loss_rows",
+    "train.engine",
+    "train.checkpoint_every",
+    "train.keep_checkpoints",
+    "train.untimed_steps",
+    "train.peak_flops",
+}
+
+
+def open_run(folder: Path, config: Config, data: Path, index: Index) -> None:
+    """Begin a run in `folder`, or take one up: refused where it has another experiment or other data."""
+    described = {
+        "dualres": VERSION,
+        "config": json.loads(json.dumps(dataclasses.asdict(config))),
+        "data": {"folder": str(data), "content": index.content, "end_of_text": index.end_of_text},
+    }
+    path = folder / CONFIG
+    if path.exists():
+        before = read_description(folder)
+        changed = _differences(before["config"], described["config"])
+        if changed:
+            what = ", ".join(f"{key} {was!r} → {now!r}" for key, was, now in changed)
+            raise TrainError(f"{folder} holds a run with another config ({what}): use that config, or a new folder")
+        if before["data"]["content"] != described["data"]["content"]:
+            raise TrainError(
+                f"{folder} holds a run on other data ({before['data']['folder']}, now {data}): use the data it began "
+                "with, or a new folder"
+            )
+    elif (folder / CHECKPOINTS).exists():
+        raise TrainError(f"{folder} has checkpoints and no {CONFIG}: restore that file, or use a new folder")
+    partial = partial_of(folder / TOKENIZER)
+    shutil.copyfile(data / TOKENIZER, partial)
+    partial.replace(folder / TOKENIZER)
+    write_json(path, described)
+
+
+def read_description(folder: Path) -> dict[str, Any]:
+    """What `open_run` wrote."""
+    path = folder / CONFIG
+    if not path.is_file():
+        raise TrainError(f"{folder} is no run, it has no {CONFIG}: give a folder that `dualres train` made")
+    try:
+        described = json.loads(path.read_text(encoding="utf-8"))
+        if not {"config", "data"} <= described.keys():
+            raise ValueError("it lacks config or data")
+    except (ValueError, AttributeError) as error:
+        raise TrainError(f"{path} cannot be read ({error}): restore it, or train into a new folder") from None
+    return described
+
+
+def read_config(folder: Path) -> Config:
+    """The experiment of a run."""
+    return build(Config, read_description(folder)["config"], "")
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the folder for this run alone; the system frees it even when the process is killed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / LOCK).open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise TrainError(f"another process trains in {folder}: wait for it, or use a new folder") from None
+        yield
+
+
+def _differences(before: Any, now: Any, where: str = "") -> list[tuple[str, Any, Any]]:
+    """(key, then, now) of every value that differs and may not."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        keys = list(dict.fromkeys([*before, *now]))
+        inside = (_differences(before.get(key), now.get(key), f"{where}.{key}".lstrip(".")) for key in keys)
+        return [difference for differences in inside for difference in differences]
+    free = where in MAY_CHANGE or where.startswith("train.parallel.")
+    return [] if before == now or free else [(where, before, now)]
