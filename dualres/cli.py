@@ -7,13 +7,13 @@ import sys
 from collections.abc import Sequence
 
 from dualres import __version__
-from dualres.commands import generate, look, prepare, train
+from dualres.commands import generate, look, prepare, suite, train
 from dualres.config import ConfigError
 from dualres.data.errors import DataError
 from dualres.extras import MissingExtraError
 from dualres.train.errors import TrainError
 
-COMMANDS = (look, prepare, train, generate)
+COMMANDS = (look, prepare, train, generate, suite)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

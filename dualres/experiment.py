@@ -41,6 +41,11 @@ def load_config(scale: str, residual: str, overrides: Sequence[str] = ()) -> Con
     return dataclasses.replace(config, residual=dataclasses.replace(config.residual, layers_per_block=scale_block))
 
 
+def short_name(name: str) -> str:
+    """How a scale or residual is called in folders and tables: its name, or its file's."""
+    return Path(name).stem if name.endswith((".yaml", ".yml")) else name
+
+
 def names(kind: Literal["scale", "residual"]) -> list[str]:
     """The configs that ship with dualres, by name."""
     return sorted(path.stem for path in (CONFIGS / kind).glob("*.yaml"))

@@ -44,3 +44,62 @@ MOE_COUNTS = (
 )
 
 MOE_DAR_OVER_ATTNRES = "0.363"  # millions; "DAR adds approximately 0.363M total and active parameters"
+
+
+class PrintedLoss(NamedTuple):
+    """One cell of a validation-loss table, as printed."""
+
+    scale: str  # our config
+    residual: str  # our config
+    name: str  # of the method in the paper
+    loss: str
+
+
+def _losses(scale: str, column: dict[str, tuple[str, str]]) -> tuple[PrintedLoss, ...]:
+    return tuple(PrintedLoss(scale, residual, name, loss) for residual, (name, loss) in column.items())
+
+
+SIZE_SWEEP = (  # "Validation loss in the small-scale dense suite"
+    *_losses(
+        "0.1b",
+        {
+            "standard": ("Baseline", "3.577"),
+            "dar-block": ("DAR-Block", "3.504"),
+            "dar-full": ("DAR-Full", "3.515"),
+            "attnres-block": ("AttnRes-Block", "3.572"),
+            "attnres-full": ("AttnRes-Full", "3.541"),
+            "mhc-4": ("mHC-4", "3.531"),
+        },
+    ),
+    *_losses(
+        "0.3b",
+        {
+            "standard": ("Baseline", "2.866"),
+            "dar-block": ("DAR-Block", "2.803"),
+            "dar-full": ("DAR-Full", "2.804"),
+            "attnres-block": ("AttnRes-Block", "2.823"),
+            "attnres-full": ("AttnRes-Full", "2.827"),
+            "mhc-4": ("mHC-4", "2.844"),
+        },
+    ),
+    *_losses(
+        "0.5b",
+        {
+            "standard": ("Baseline", "2.796"),
+            "dar-block": ("DAR-Block", "2.674"),
+            "dar-full": ("DAR-Full", "2.653"),
+            "attnres-block": ("AttnRes-Block", "2.754"),
+            "attnres-full": ("AttnRes-Full", "2.708"),
+            "mhc-4": ("mHC-4", "2.764"),
+        },
+    ),
+)
+
+KV_ABLATION = (  # "Key–value retrieval ablations in the 0.5B Full setting under parameter-matched training"
+    PrintedLoss("0.5b", "attnres-full", "AttnRes", "2.708"),
+    PrintedLoss("0.5b-vproj", "attnres-vproj", "AttnRes + VProj", "2.757"),
+    PrintedLoss("0.5b", "dar-selfkv", "DAR-SelfKV", "2.678"),
+    PrintedLoss("0.5b", "dar-fixedkv", "DAR-FixedKV", "2.690"),
+    PrintedLoss("0.5b", "dar-crossv", "DAR-CrossV", "2.664"),
+    PrintedLoss("0.5b", "dar-full", "DAR", "2.653"),
+)

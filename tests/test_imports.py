@@ -1,4 +1,4 @@
-"""Imports point one way: config and ops ← residual ← model and data ← train ← commands. And neither side names the other's parts."""
+"""Imports point one way: ops ← residual ← model ← train ← commands. And neither side names the other's parts."""
 
 import ast
 from pathlib import Path
@@ -18,6 +18,7 @@ LAYERS = [
     ["model", "data"],
     ["experiment", "paper", "table"],
     ["params", "describe", "train"],
+    ["suite"],
     ["commands"],
     ["cli"],
     ["__init__", "__main__"],

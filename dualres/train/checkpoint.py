@@ -19,6 +19,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
@@ -97,7 +98,7 @@ class Checkpoints:
             self._together(lambda: write_json(partial / STATE, state), leader_only=True)
             sums = self._together(lambda: _sums(partial, self.world))
             self._together(lambda: self._finish(partial, target, state, sums), leader_only=True)
-        except Exception as error:  # of many kinds: files, collectives, and what PyTorch wraps them in
+        except (Exception, CheckpointException) as error:  # PyTorch's is no Exception
             self.failure = f"checkpoint {target} was not saved: {_root_cause(error)}"
             if self.world.leads:
                 shutil.rmtree(partial, ignore_errors=True)
@@ -165,7 +166,7 @@ def load(checkpoint: Path, tensors: dict[str, Tensor], distributed: bool = False
         try:
             reader = HuggingFaceStorageReader(str(checkpoint / part))
             state_dict_loader.load(chosen, storage_reader=reader, no_dist=not distributed)
-        except Exception as error:
+        except (Exception, CheckpointException) as error:
             raise TrainError(
                 f"checkpoint {checkpoint} does not fit this model: {_root_cause(error)}. Train with the config it was "
                 "made with, or into a new folder"
@@ -221,9 +222,8 @@ def _shared_out(items: list[Any], world: World | None) -> list[Any]:
 
 def _root_cause(error: BaseException) -> str:
     """The reason inside what PyTorch wraps it in."""
-    failures = getattr(error, "failures", None)
-    if failures:
-        error = next(iter(failures.values()))[0]
+    if isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
     while (cause := error.__cause__ or error.__context__) is not None:
         error = cause
     return f"{error}" or type(error).__name__

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 from dualres.config import TrainConfig
 
 
-def optimizer_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
+def optimizer_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """The parameters in two groups for AdamW: matrices decay; norms, queries, gates, biases and scales do not."""
     matrices = {id(p) for p in _matrices(model)}
     decaying = [p for p in model.parameters() if id(p) in matrices]

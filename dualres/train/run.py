@@ -42,18 +42,15 @@ MAY_CHANGE = {
 
 def open_run(folder: Path, config: Config, data: Path, index: Index) -> None:
     """Begin a run in `folder`, or take one up: refused where it has another experiment or other data."""
-    described = {
+    described: dict[str, Any] = {
         "dualres": VERSION,
-        "config": json.loads(json.dumps(dataclasses.asdict(config))),
+        "config": _as_data(config),
         "data": {"folder": str(data), "content": index.content, "end_of_text": index.end_of_text},
     }
     path = folder / CONFIG
     if path.exists():
+        check_same(folder, config)
         before = read_description(folder)
-        changed = _differences(before["config"], described["config"])
-        if changed:
-            what = ", ".join(f"{key} {was!r} → {now!r}" for key, was, now in changed)
-            raise TrainError(f"{folder} holds a run with another config ({what}): use that config, or a new folder")
         if before["data"]["content"] != described["data"]["content"]:
             raise TrainError(
                 f"{folder} holds a run on other data ({before['data']['folder']}, now {data}): use the data it began "
@@ -65,6 +62,14 @@ def open_run(folder: Path, config: Config, data: Path, index: Index) -> None:
     shutil.copyfile(data / TOKENIZER, partial)
     partial.replace(folder / TOKENIZER)
     write_json(path, described)
+
+
+def check_same(folder: Path, config: Config) -> None:
+    """Refuse a config that computes something else than the run that `folder` holds."""
+    changed = _differences(read_description(folder)["config"], _as_data(config))
+    if changed:
+        what = ", ".join(f"{key} {was!r} → {now!r}" for key, was, now in changed)
+        raise TrainError(f"{folder} holds a run with another config ({what}): use that config, or a new folder")
 
 
 def read_description(folder: Path) -> dict[str, Any]:
@@ -84,6 +89,11 @@ def read_description(folder: Path) -> dict[str, Any]:
 def read_config(folder: Path) -> Config:
     """The experiment of a run."""
     return build(Config, read_description(folder)["config"], "")
+
+
+def _as_data(config: Config) -> dict[str, Any]:
+    """As it comes back from JSON."""
+    return json.loads(json.dumps(dataclasses.asdict(config)))
 
 
 @contextlib.contextmanager

@@ -1,0 +1,101 @@
+"""What a suite found: a row per scale and method, and the paper's loss tables with ours beside them."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from dualres.paper import PrintedLoss
+from dualres.suite.matrix import BASE, Result
+from dualres.suite.statistics import Estimate, estimate, paired_difference
+from dualres.table import table
+
+
+class Row(NamedTuple):
+    """One method at one scale, over its seeds."""
+
+    scale: str
+    method: str
+    learning_rate: float | None  # of a sweep: the best
+    loss: Estimate  # validation, at the end
+    difference: Estimate | None  # to the base, paired by seed
+    speed: float | None  # tokens/s over the base's
+    memory: float | None  # peak, over the base's
+
+
+def compare(found: Sequence[Result]) -> list[Row]:
+    """Rows in the order of the suite; of a learning-rate sweep, each method at its best rate."""
+    groups: dict[tuple[str, str, float | None], list[Result]] = {}
+    for result in found:
+        key = (result.cell.scale, result.cell.method, result.cell.learning_rate)
+        groups.setdefault(key, []).append(result)
+    best: dict[tuple[str, str], list[Result]] = {}
+    for (scale, method, _), group in groups.items():
+        rival = best.get((scale, method))
+        if rival is None or _mean_loss(group) < _mean_loss(rival):
+            best[scale, method] = group
+    return [_row(scale, method, group, best.get((scale, BASE))) for (scale, method), group in best.items()]
+
+
+def sweep(found: Sequence[Result]) -> list[tuple[str, str, float | None, Estimate]]:
+    """Every learning rate of every method: scale, method, rate, validation loss."""
+    groups: dict[tuple[str, str, float | None], list[float]] = {}
+    for result in found:
+        key = (result.cell.scale, result.cell.method, result.cell.learning_rate)
+        groups.setdefault(key, []).append(result.summary["validation_loss"])
+    return [(*key, estimate(losses)) for key, losses in groups.items()]
+
+
+def as_text(rows: Sequence[Row]) -> str:
+    """The table for a terminal and for Markdown's code blocks."""
+    swept = any(row.learning_rate is not None for row in rows)
+    header = ["scale", "method", *(["rate"] if swept else []), "seeds", "validation loss", f"− {BASE}, paired"]
+    lines = []
+    for row in rows:
+        rate = [f"{row.learning_rate:g}"] if swept and row.learning_rate is not None else []
+        difference = "" if row.method == BASE or row.difference is None else row.difference.text(sign="+")
+        ratios = ["" if ratio is None else f"{ratio:.2f}×" for ratio in (row.speed, row.memory)]
+        lines.append([row.scale, row.method, *rate, row.loss.seeds, row.loss.text(), difference, *ratios])
+    note = "Intervals are 95% over seeds; one seed has none. Speed and memory are of runs one after the other."
+    return f"{table([*header, 'tokens/s', 'peak memory'], lines)}\n{note}"
+
+
+def paper_table(printed: Sequence[PrintedLoss], rows: Sequence[Row], scales: dict[str, str]) -> str:
+    """The paper's loss table and ours where there is one; `scales` says which of ours stands for the paper's."""
+    ours = {(row.scale, row.method): row.loss for row in rows}
+    lines = []
+    for cell in printed:
+        scale = scales.get(cell.scale, cell.scale)
+        loss = ours.get((scale, cell.residual))
+        lines.append([cell.name, cell.scale, cell.loss, scale, "not run" if loss is None else loss.text()])
+    header = ["method", "paper's scale", "paper's loss", "our scale", "our validation loss"]
+    return table(header, lines)
+
+
+def as_data(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """For JSON."""
+    return [
+        {
+            **row._asdict(),
+            "loss": row.loss._asdict(),
+            "difference": None if row.difference is None else row.difference._asdict(),
+        }
+        for row in rows
+    ]
+
+
+def _row(scale: str, method: str, group: Sequence[Result], base: Sequence[Result] | None) -> Row:
+    losses = {result.cell.seed: result.summary["validation_loss"] for result in group}
+    rate = group[0].cell.learning_rate
+    if base is None:
+        return Row(scale, method, rate, estimate(list(losses.values())), None, None, None)
+    difference = paired_difference(losses, {result.cell.seed: result.summary["validation_loss"] for result in base})
+    ratios = [_ratio(group, base, key) for key in ("tokens_per_second", "peak_memory")]
+    return Row(scale, method, rate, estimate(list(losses.values())), difference, *ratios)
+
+
+def _ratio(group: Sequence[Result], base: Sequence[Result], key: str) -> float | None:
+    ours, theirs = ([r.summary[key] for r in results if r.summary[key]] for results in (group, base))
+    return (sum(ours) / len(ours)) / (sum(theirs) / len(theirs)) if ours and theirs else None
+
+
+def _mean_loss(group: Sequence[Result]) -> float:
+    return estimate([result.summary["validation_loss"] for result in group]).mean

@@ -1,0 +1,68 @@
+"""Loss curves of a suite as a picture."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+
+from dualres.suite.matrix import Result
+
+SMOOTHED = 300  # steps of the moving average, as in the paper; fewer in short runs
+SHARE = 20  # a short run is averaged over this part of its steps
+# Okabe and Ito's colours, which the colour-blind tell apart; beyond eight the line style changes.
+COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442")
+STYLES = ("-", "--", ":")
+
+
+def draw(found: Sequence[Result], path: Path) -> list[Path]:
+    """A panel per scale: the mean over seeds with its range, and the validation losses as points. -> PNG and SVG"""
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    scales = list(dict.fromkeys(result.cell.scale for result in found))
+    figure, axes = pyplot.subplots(1, len(scales), figsize=(6.4 * len(scales), 4.2), squeeze=False)
+    for axis, scale in zip(axes[0], scales, strict=True):
+        methods = list(dict.fromkeys(_label(r) for r in found if r.cell.scale == scale))
+        for number, method in enumerate(methods):
+            group = [r for r in found if r.cell.scale == scale and _label(r) == method]
+            colour, style = COLOURS[number % len(COLOURS)], STYLES[number // len(COLOURS) % len(STYLES)]
+            tokens, curves = smoothed(group)
+            axis.plot(tokens, curves.mean(0), style, color=colour, label=method, linewidth=1.4)
+            axis.fill_between(tokens, curves.min(0), curves.max(0), color=colour, alpha=0.15, linewidth=0)
+            for result in group:
+                axis.plot(*zip(*result.validation, strict=True), "o", color=colour, markersize=3, alpha=0.7)
+        axis.set_title(f"{scale}: training loss (line, range over seeds) and validation loss (points)", fontsize=9)
+        axis.set_xlabel("tokens")
+        axis.set_ylabel("loss in nats per token")
+        axis.set_ylim(*_limits([r for r in found if r.cell.scale == scale]))
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=8)
+    figure.tight_layout()
+    files = [path.with_suffix(suffix) for suffix in (".png", ".svg")]
+    for file in files:
+        figure.savefig(file, dpi=150)
+    pyplot.close(figure)
+    return files
+
+
+def smoothed(group: Sequence[Result]) -> tuple[np.ndarray, np.ndarray]:
+    """Moving averages of a method's seeds. -> tokens (N,), losses (seeds, N)"""
+    steps = min(len(result.curve) for result in group)
+    width = max(1, min(SMOOTHED, steps // SHARE))
+    window = np.ones(width) / width
+    curves = [np.convolve([loss for _, loss in result.curve[:steps]], window, "valid") for result in group]
+    tokens = np.array([count for count, _ in group[0].curve[:steps]])
+    return tokens[width - 1 :], np.stack(curves)
+
+
+def _label(result: Result) -> str:
+    rate = result.cell.learning_rate
+    return result.cell.method if rate is None else f"{result.cell.method}, {rate:g}"
+
+
+def _limits(found: Sequence[Result]) -> tuple[float, float]:
+    """From the lowest loss to where curves have left the first steep fall."""
+    ends = [loss for result in found for _, loss in (*result.validation, *result.curve[len(result.curve) // 5 :])]
+    room = 0.05 * (max(ends) - min(ends)) + 1e-3
+    return min(ends) - room, max(ends) + room

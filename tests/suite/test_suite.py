@@ -1,0 +1,160 @@
+"""A real suite of tiny runs: table, picture, presets, resumption."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from dualres.cli import main
+from dualres.paper import KV_ABLATION, SIZE_SWEEP
+from dualres.suite import compare
+from dualres.suite.matrix import Cell, Plan, Result, cells, results
+from dualres.train.run import SUMMARY
+from tests.train.tiny import ROOT, metrics, overrides, tiny_data
+
+SHORT = {"train__tokens": 8 * 4 * 32, "train__validate_every": 4}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_data(tmp_path_factory.mktemp("tiny"))
+
+
+def arguments(data: Path, out: Path, *more: str, **changes) -> list[str]:
+    sets = [part for override in overrides(**{**SHORT, **changes}) for part in ("--set", override)]
+    return ["--data", str(data), "--out", str(out), "--device", "cpu", *sets, *more]
+
+
+@pytest.fixture(scope="module")
+def suite(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("suites") / "nano"
+    assert main(["suite", "nano", "--residuals", "standard,dar-block", "--seeds", "0,1", *arguments(data, out)]) == 0
+    return out
+
+
+def test_the_table(suite: Path, data: Path, capsys: pytest.CaptureFixture[str]):
+    again = ["suite", "nano", "--residuals", "standard,dar-block", "--seeds", "0,1", *arguments(data, suite)]
+    before = {path: path.stat().st_mtime_ns for path in suite.glob(f"*/{SUMMARY}")}
+    assert main(again) == 0
+    assert {path: path.stat().st_mtime_ns for path in before} == before  # nothing was run again
+    shown = capsys.readouterr()
+    assert shown.err.count("finished before") == 4
+    losses = {
+        (method, seed): json.loads((suite / f"nano-{method}-seed{seed}" / SUMMARY).read_text())["validation_loss"]
+        for method in ("standard", "dar-block")
+        for seed in (0, 1)
+    }
+    mean = (losses["dar-block", 0] + losses["dar-block", 1]) / 2
+    differences = [losses["dar-block", seed] - losses["standard", seed] for seed in (0, 1)]
+    [line] = [line for line in shown.out.splitlines() if " dar-block " in line]
+    half = 12.706 * abs(differences[0] - differences[1]) / 2  # t · s / √2, s = |a − b| / √2
+    assert f"{mean:.4f} ± " in line
+    assert f"{sum(differences) / 2:+.4f} ± {half:.4f}" in line
+    assert line.count("×") == 2  # speed and memory
+    assert (suite / "table.txt").read_text().splitlines()[0] == shown.out.splitlines()[0]
+    written = json.loads((suite / "suite.json").read_text())
+    assert len(written["runs"]) == 4
+    assert written["rows"][1]["difference"]["mean"] == pytest.approx(sum(differences) / 2)
+
+
+def test_the_picture(suite: Path):
+    assert (suite / "curves.png").read_bytes().startswith(b"\x89PNG")
+    drawn = (suite / "curves.svg").read_text()
+    assert "<svg" in drawn
+    assert drawn.count("<path") > 4
+
+
+def test_methods_see_the_same_data_and_start(suite: Path):
+    """Zero queries and equal branch weights: the first losses are nearly those of `standard`, and seeds differ."""
+    first = {
+        path.parent.name: json.loads(metrics(path.parent).splitlines()[0])["loss"]
+        for path in suite.glob(f"*/{SUMMARY}")
+    }
+    assert abs(first["nano-standard-seed0"] - first["nano-dar-block-seed0"]) < 0.05
+    assert first["nano-standard-seed0"] != first["nano-standard-seed1"]
+
+
+def test_another_budget_in_the_same_folder_is_refused(suite: Path, data: Path, capsys: pytest.CaptureFixture[str]):
+    changed = arguments(data, suite, train__learning_rate=0.001)
+    assert main(["suite", "nano", "--residuals", "standard", "--seeds", "0", *changed]) == 1
+    assert "train.learning_rate 0.003 → 0.001" in capsys.readouterr().err
+
+
+def test_an_interrupted_suite_goes_on(data: Path, tmp_path: Path):
+    out = tmp_path / "suite"
+    command = [sys.executable, "-m", "dualres", "suite", "nano", "--residuals", "standard,attnres-block"]
+    command += arguments(data, out, train__tokens=60 * 4 * 32)
+    process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, stderr=subprocess.PIPE, text=True)
+    first = out / "nano-standard-seed42"
+    end = time.monotonic() + 60
+    while not (first / "metrics.jsonl").exists() or not metrics(first):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    # As a terminal does, to all processes of the command.
+    subprocess.run(["kill", f"-{signal.SIGINT.value}", "--", f"-{process.pid}"], check=True)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130, said
+    assert "stopped at step" in said
+    assert not (first / SUMMARY).exists()
+    assert subprocess.run(command, cwd=ROOT, check=False, capture_output=True).returncode == 0
+    assert len(list(out.glob(f"*/{SUMMARY}"))) == 2
+
+
+def test_a_failing_run_does_not_stop_the_others(data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    """At a rate that overflows, all methods fail; each says so, and there is no table."""
+    given = arguments(data, tmp_path / "s", "--learning-rates", "1e30,0.001", train__warmup_steps=0)
+    assert main(["suite", "nano", "--residuals", "standard", *given]) == 1
+    shown = capfd.readouterr()
+    assert "nano-standard-lr1e+30-seed42 failed with exit code 1" in shown.err
+    assert "0.001" in shown.out
+
+
+def result(scale: str, residual: str, seed: int, loss: float, rate: float | None = None) -> Result:
+    summary = {
+        "validation_loss": loss,
+        "tokens_per_second": 100.0 if residual == "standard" else 80.0,
+        "peak_memory": 10,
+    }
+    return Result(Cell(scale, residual, seed, rate), summary, ((1, loss),), ((1, loss),))
+
+
+def test_each_method_at_its_best_rate():
+    found = [
+        result("nano", "standard", 0, 3.0, 1e-3),
+        result("nano", "standard", 0, 2.5, 3e-3),
+        result("nano", "dar-block", 0, 2.4, 1e-3),
+        result("nano", "dar-block", 0, 2.6, 3e-3),
+    ]
+    rows = {row.method: row for row in compare.compare(found)}
+    assert (rows["standard"].learning_rate, rows["dar-block"].learning_rate) == (3e-3, 1e-3)
+    assert rows["dar-block"].difference is not None
+    assert rows["dar-block"].difference.mean == pytest.approx(-0.1)
+    assert rows["dar-block"].speed == pytest.approx(0.8)
+    assert len(compare.sweep(found)) == 4
+
+
+def test_presets_print_the_paper(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    for preset, printed in (("size-sweep", SIZE_SWEEP), ("kv-ablation", KV_ABLATION)):
+        assert main(["suite", preset, "--table", "--out", str(tmp_path / preset)]) == 0
+        text = capsys.readouterr().out
+        lines = text.splitlines()[2:]
+        assert len(lines) == len(printed)
+        for line, cell in zip(lines, printed, strict=True):
+            assert all(part in line for part in (cell.name, cell.scale, cell.loss, "not run"))
+
+
+def test_a_preset_at_another_scale(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    given = arguments(data, tmp_path / "kv", "--at", "nano", "--table")
+    assert main(["suite", "kv-ablation", *given]) == 0
+    assert capsys.readouterr().out.count(" nano ") == 6
+
+
+def test_order_of_the_runs():
+    found = cells("nano", ["a", "b"], [0, 1])
+    assert [(cell.residual, cell.seed) for cell in found] == [("a", 0), ("b", 0), ("a", 1), ("b", 1)]
+    assert Cell("x/nano.yaml", "y/mine.yaml", 3, 1e-3).name == "nano-mine-lr0.001-seed3"
+    assert results(Plan(found, Path("none"), Path("none"))) == []

@@ -1,0 +1,139 @@
+"""Runs that are killed, limited and moved: real processes, started as a user starts them."""
+
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from dualres.train import run
+from dualres.train.checkpoint import damage
+from tests.train.tiny import STEPS, checkpoints, descendants, kill_all, launch, losses, metrics, said
+
+KILLS, LONG = 20, 260  # steps, so that the run does not end before it was killed so often
+DEADLINE = 120  # seconds for something to happen
+LONG_RUN: dict[str, Any] = {"train__tokens": LONG * 4 * 32, "train__checkpoint_every": 3}
+RANKS = [
+    pytest.param(1, id="single"),
+    pytest.param(2, id="fsdp2", marks=pytest.mark.skipif(not dist.is_gloo_available(), reason="built without gloo")),
+]
+
+
+def finish(process: subprocess.Popen[str], folder: Path) -> None:
+    assert process.wait(DEADLINE) == 0, said(folder)[-3000:]
+
+
+def rows_there(folder: Path) -> int:
+    return metrics(folder).count("\n") if (folder / "metrics.jsonl").exists() else 0
+
+
+def saving(folder: Path) -> bool:
+    return any((folder / run.CHECKPOINTS).glob("*.partial"))
+
+
+def wait_for(happened, process: subprocess.Popen[str], folder: Path) -> None:
+    end = time.monotonic() + DEADLINE
+    while not happened():
+        assert process.poll() is None, f"it ended by itself: {said(folder)[-3000:]}"
+        assert time.monotonic() < end, said(folder)[-3000:]
+        time.sleep(0.001)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", RANKS)
+def test_killed_twenty_times(ranks: int, data: Path, tmp_path: Path):
+    """At random moments, every second time while a checkpoint is being written."""
+    whole, folder = tmp_path / "whole", tmp_path / "killed"
+    finish(launch(data, whole, ranks=ranks, **LONG_RUN), whole)
+    chance = random.Random(0)
+    during_a_save = 0
+    for kill in range(KILLS):
+        wanted = rows_there(folder) + chance.randint(1, 6)  # a little further than ever before
+        process = launch(data, folder, ranks=ranks, **LONG_RUN)
+        wait_for(lambda wanted=wanted: rows_there(folder) >= wanted, process, folder)
+        if kill % 2:
+            wait_for(lambda: saving(folder), process, folder)
+        time.sleep(chance.uniform(0, 0.02))
+        kill_all(process)
+        assert process.returncode == -signal.SIGKILL
+        during_a_save += saving(folder)
+    assert during_a_save >= 3  # that a save was really cut
+    assert not (folder / run.SUMMARY).exists()
+    finish(launch(data, folder, ranks=ranks, **LONG_RUN), folder)
+    assert metrics(folder) == metrics(whole)
+    ours, wanted_weights = final_weights(folder), final_weights(whole)
+    assert ours.keys() == wanted_weights.keys()
+    assert all(torch.equal(ours[name], wanted_weights[name]) for name in ours)
+
+
+def final_weights(folder: Path) -> dict[str, torch.Tensor]:
+    last = checkpoints(folder)[-1]
+    assert json.loads((last / "state.json").read_text())["step"] == LONG
+    files = sorted((last / "weights").glob("*.safetensors"))
+    return {f"{file.name} {name}": tensor for file in files for name, tensor in load_file(file).items()}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "Ctrl-C"])
+def test_a_signal_ends_the_command_cleanly(number: int, data: Path, tmp_path: Path):
+    folder = tmp_path / "run"
+    process = launch(data, folder, **LONG_RUN)
+    wait_for(lambda: rows_there(folder) > 5, process, folder)
+    process.send_signal(number)
+    finish(process, folder)
+    step = json.loads((checkpoints(folder)[-1] / "state.json").read_text())["step"]
+    assert f"stopped at step {step} of {LONG}; saved as {checkpoints(folder)[-1]}" in said(folder)
+    assert "Traceback" not in said(folder)
+
+
+@pytest.mark.skipif(not dist.is_gloo_available(), reason="this PyTorch was built without gloo")
+def test_from_two_ranks_to_one_and_back(data: Path, whole: Path, tmp_path: Path):
+    """A run that begins on two, is stopped, goes on alone, is stopped again, and ends on two."""
+    folder = tmp_path / "moved"
+    ends = []
+    for ranks, wanted in ((2, 8), (1, 20), (2, STEPS)):
+        process = launch(data, folder, ranks=ranks)
+        if wanted < STEPS:
+            wait_for(lambda wanted=wanted: rows_there(folder) > wanted, process, folder)
+            for worker in descendants(process.pid)[-ranks:]:  # torchrun's workers, or the process itself
+                os.kill(worker, signal.SIGTERM)
+        finish(process, folder)
+        ends.append(checkpoints(folder)[-1].name)
+    assert said(folder).count("stopped at step") == 2
+    assert all(f"resumed from {folder / run.CHECKPOINTS / name}" in said(folder) for name in ends[:2])
+    assert losses(folder) == pytest.approx(losses(whole), rel=1e-5)
+
+
+def limit_files() -> None:
+    """As on a full disk, a file that grows beyond the limit cannot be written; metrics stay below it."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_a_full_disk_during_a_save(ranks: int, data: Path, whole: Path, tmp_path: Path):
+    folder = tmp_path / "run"
+    process = launch(data, folder, ranks=ranks)
+    wait_for(lambda: len(checkpoints(folder)) > 0, process, folder)
+    for worker in descendants(process.pid)[-ranks:]:
+        os.kill(worker, signal.SIGTERM)
+    finish(process, folder)
+    before = checkpoints(folder)[-1]
+    limited = launch(data, folder, ranks=ranks, limit=limit_files)
+    assert limited.wait(DEADLINE) != 0
+    assert f"checkpoint {folder / run.CHECKPOINTS / f'step-{STEPS:09d}'} was not saved: " in said(folder)
+    assert "File too large" in said(folder)
+    assert checkpoints(folder)[-1] == before
+    assert damage(before) == []
+    assert not saving(folder)
+    finish(launch(data, folder, ranks=ranks), folder)
+    if ranks == 1:
+        assert metrics(folder) == metrics(whole)
+    assert losses(folder) == pytest.approx(losses(whole), rel=1e-5)

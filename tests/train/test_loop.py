@@ -1,0 +1,269 @@
+"""A run from its start to its end, stopped and taken up again, and what it refuses."""
+
+import json
+import math
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from dualres.data.errors import DataError
+from dualres.data.loader import Loader
+from dualres.data.shards import INDEX, TOKENIZER, read_index
+from dualres.data.tokenizer import byte_tokenizer, train_bpe
+from dualres.train import run
+from dualres.train.checkpoint import STATE
+from dualres.train.errors import TrainError
+from dualres.train.load import load_run
+from dualres.train.log import SPEED, read_rows
+from dualres.train.loop import check_batch
+from dualres.train.objective import Objective
+from dualres.train.recipe import learning_rate
+from tests.train.tiny import (
+    STEPS,
+    Told,
+    checkpoints,
+    losses,
+    metrics,
+    rows,
+    terminate,
+    tiny_config,
+    train_tiny,
+)
+
+
+def test_what_a_run_leaves(whole: Path):
+    trained = [row for row in rows(whole) if "loss" in row]
+    assert [row["step"] for row in trained] == list(range(1, STEPS + 1))
+    assert [row["tokens"] for row in trained] == [128 * step for step in range(1, STEPS + 1)]
+    config = tiny_config()
+    wanted = [learning_rate(step, STEPS, config.train) for step in range(STEPS)]
+    assert [row["learning_rate"] for row in trained] == wanted
+    assert trained[-1]["loss"] < trained[0]["loss"] - 0.5  # it learns
+    validated = {row["step"]: row["validation_loss"] for row in rows(whole) if "validation_loss" in row}
+    assert list(validated) == [10, 20, 30, 40]
+    summary = json.loads((whole / run.SUMMARY).read_text())
+    assert summary["validation_loss"] == validated[40]
+    assert summary["tokens"] == 128 * STEPS
+    assert summary["tokens_per_second"] > 0
+    assert all(row["tokens_per_second"] > 0 and 0 < row["mfu"] < 1 for row in read_rows(whole / SPEED))
+    assert run.read_config(whole) == config
+    assert list((whole / "tensorboard").iterdir())
+
+
+def test_the_last_checkpoints_and_the_best_are_kept(data: Path, tmp_path: Path):
+    """From a rate that destroys what was learned, the best is an early one."""
+    config = tiny_config(
+        train__learning_rate=0.3, train__min_learning_rate=0.29, train__warmup_steps=16, train__validate_every=4
+    )
+    train_tiny(config, data, tmp_path / "run")
+    validated = {row["step"]: row["validation_loss"] for row in rows(tmp_path / "run") if "validation_loss" in row}
+    best = min(validated, key=lambda step: validated[step])
+    assert best < 36  # else nothing is shown
+    assert [path.name for path in checkpoints(tmp_path / "run")] == [f"step-{s:09d}" for s in (best, 36, 40)]
+    assert load_run(tmp_path / "run", "best").checkpoint.name == f"step-{best:09d}"
+
+
+def test_losses_are_of_the_data_they_name(data: Path, whole: Path):
+    """The last checkpoint, evaluated anew with plain cross-entropy on the held-out tokens, one sequence at a time."""
+    loaded = load_run(whole)
+    held_out = Loader(data, read_index(data), "validation", 32, None)
+    total = 0.0
+    with torch.no_grad():
+        for window in range(7):
+            sequence = held_out.batch(window, 1)
+            logits = loaded.decoder(sequence[:, :-1])
+            total += torch.nn.functional.cross_entropy(logits[0], sequence[0, 1:]).item()
+    assert rows(whole)[-1]["validation_loss"] == pytest.approx(total / 7, rel=1e-5)
+    first = Loader(data, read_index(data), "train", 32, 42).batch(0, 4)
+    fresh = Objective(load_fresh(), 1024)
+    assert rows(whole)[0]["loss"] == pytest.approx(fresh(first).item(), rel=1e-5)
+
+
+def load_fresh() -> Any:
+    from dualres.model.decoder import build_decoder
+
+    config = tiny_config()
+    return build_decoder(config.model, config.residual, seed=config.train.seed)
+
+
+def test_weights_are_safetensors_under_the_decoder_names(whole: Path):
+    last = checkpoints(whole)[-1]
+    names: set[str] = set()
+    for file in (last / "weights").glob("*.safetensors"):
+        with safe_open(file, "pt") as stored:
+            names |= set(stored.keys())
+    assert names == {f"model.{name}" for name, _ in load_fresh().named_parameters()}
+    assert not [path for path in last.rglob("*") if path.suffix in (".pt", ".pth", ".pkl", ".bin", ".metadata")]
+    assert json.loads((last / STATE).read_text())["sequences"] == 4 * STEPS
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "Ctrl-C"])
+def test_a_signal_saves_says_so_and_stops(data: Path, whole: Path, tmp_path: Path, number: int):
+    folder = tmp_path / "run"
+    told = Told(7, lambda: os.kill(os.getpid(), number))
+    done = train_tiny(tiny_config(), data, folder, told)
+    assert (done.step, done.finished) == (8, False)  # the step in hand is finished; the signal came after the seventh
+    assert f"stopped at step 8 of {STEPS}; saved as {checkpoints(folder)[-1]}" in told.said[-1]
+    assert not (folder / run.SUMMARY).exists()
+    again = Told()
+    assert train_tiny(tiny_config(), data, folder, again).finished
+    assert f"resumed from {folder / run.CHECKPOINTS / 'step-000000008'}" in again.said
+    assert metrics(folder) == metrics(whole)
+
+
+def test_a_finished_run_stays_as_it_is(data: Path, whole: Path):
+    before = {path: path.stat().st_mtime_ns for path in (whole / run.SUMMARY, checkpoints(whole)[-1])}
+    assert train_tiny(tiny_config(), data, whole).finished
+    assert before == {path: path.stat().st_mtime_ns for path in before}
+
+
+def test_another_config_is_refused_by_key(data: Path, whole: Path):
+    with pytest.raises(TrainError, match=r"train\.learning_rate 0\.003 → 0\.001.*new folder"):
+        train_tiny(tiny_config(train__learning_rate=0.001), data, whole)
+    with pytest.raises(TrainError, match=r"residual\.method 'dar-block' → 'standard'"):
+        train_tiny(tiny_config("standard"), data, whole)
+
+
+def test_how_the_work_is_done_may_change(data: Path, whole: Path, tmp_path: Path):
+    folder = tmp_path / "run"
+    train_tiny(tiny_config(), data, folder, Told(7, terminate))
+    changed = tiny_config(train__micro_batch=4, train__recompute="full", train__loss_rows=7, train__keep_checkpoints=1)
+    train_tiny(changed, data, folder)
+    assert losses(folder) == pytest.approx(losses(whole), rel=1e-5)
+    assert len(checkpoints(folder)) == 1
+
+
+def test_a_second_run_in_the_folder_is_refused(data: Path, tmp_path: Path):
+    folder, refusals = tmp_path / "run", []
+
+    def second() -> None:
+        try:
+            train_tiny(tiny_config(), data, folder)
+        except TrainError as error:
+            refusals.append(str(error))
+
+    def start() -> None:
+        thread = threading.Thread(target=second)
+        thread.start()
+        thread.join()
+
+    assert train_tiny(tiny_config(), data, folder, Told(5, start)).finished
+    assert refusals == [f"another process trains in {folder}: wait for it, or use a new folder"]
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(data: Path, tmp_path: Path):
+    folder = tmp_path / "run"
+    config = tiny_config(
+        train__learning_rate=1e30, train__min_learning_rate=0, train__warmup_steps=20, train__checkpoint_every=1
+    )
+    with pytest.raises(TrainError) as stopped:
+        train_tiny(config, data, folder)
+    message = str(stopped.value)
+    step = len(losses(folder)) + 1
+    assert f"at step {step} (sequences {4 * (step - 1)} to {4 * step - 1} of seed 42)" in message
+    assert f"last good checkpoint is {checkpoints(folder)[-1]}" in message
+    assert checkpoints(folder)[-1].name == f"step-{step - 1:09d}"
+    assert all(math.isfinite(loss) for loss in losses(folder))
+
+
+def truncate(checkpoint: Path) -> None:
+    file = next((checkpoint / "optimizer").glob("*.safetensors"))
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def alter(checkpoint: Path) -> None:
+    file = next((checkpoint / "weights").glob("*.safetensors"))
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+def remove(checkpoint: Path) -> None:
+    next((checkpoint / "weights").glob("*.safetensors")).unlink()
+
+
+def empty_manifest(checkpoint: Path) -> None:
+    (checkpoint / "manifest.json").write_text("")
+
+
+@pytest.mark.parametrize("harm", [truncate, alter, remove, empty_manifest], ids=lambda harm: harm.__name__)
+def test_a_damaged_checkpoint_is_set_aside(data: Path, whole: Path, tmp_path: Path, harm: Any):
+    folder = tmp_path / "run"
+    train_tiny(tiny_config(), data, folder, Told(13, terminate))
+    before, last = checkpoints(folder)[-2:]
+    assert (before.name, last.name) == ("step-000000012", "step-000000014")
+    harm(last)
+    with pytest.raises(TrainError, match=f"{last.name} is damaged"):
+        load_run(folder)
+    told = Told()
+    assert train_tiny(tiny_config(), data, folder, told).finished
+    assert f"checkpoint {last} is damaged" in told.said[0]
+    assert told.said[1] == f"resumed from {before}"
+    assert last.with_name(last.name + ".damaged").is_dir()
+    assert metrics(folder) == metrics(whole)
+
+
+def test_all_checkpoints_damaged(data: Path, whole: Path, tmp_path: Path):
+    folder = tmp_path / "run"
+    train_tiny(tiny_config(), data, folder, Told(9, terminate))
+    for checkpoint in checkpoints(folder):
+        truncate(checkpoint)
+    train_tiny(tiny_config(), data, folder)
+    assert metrics(folder) == metrics(whole)
+
+
+def test_a_batch_that_does_not_cut(data: Path):
+    with pytest.raises(TrainError, match=r"global_batch=4 does not cut into micro-batches of train.micro_batch=2 on 3"):
+        check_batch(tiny_config(), 3)
+
+
+def copy_of(data: Path, folder: Path) -> Path:
+    import shutil
+
+    return Path(shutil.copytree(data, folder))
+
+
+def test_bad_data_is_refused_at_the_start(data: Path, tmp_path: Path):
+    cut = copy_of(data, tmp_path / "cut")
+    file = cut / read_index(cut).train[0].file
+    file.write_bytes(file.read_bytes()[:-2])
+    with pytest.raises(DataError, match=f"{file} is truncated"):
+        train_tiny(tiny_config(), cut, tmp_path / "run")
+
+    high = copy_of(data, tmp_path / "high")
+    file = high / read_index(high).train[0].file
+    content = bytearray(file.read_bytes())
+    content[10:12] = (300).to_bytes(2, "little")
+    file.write_bytes(content)
+    with pytest.raises(DataError, match=f"{file} has token 300 at position 5, and the vocabulary has 257"):
+        train_tiny(tiny_config(), high, tmp_path / "run")
+
+    other = copy_of(data, tmp_path / "other")
+    train_bpe(iter(["some text"]), 258).save(other / TOKENIZER)
+    with pytest.raises(DataError, match=f"{other / TOKENIZER} is not the tokenizer"):
+        train_tiny(tiny_config(), other, tmp_path / "run")
+
+    with pytest.raises(TrainError, match=f"{data / INDEX}: the tokenizer has 257 entries and the model 256"):
+        train_tiny(tiny_config(model__vocab_size=256), data, tmp_path / "run")
+    assert not (tmp_path / "run" / run.CHECKPOINTS).exists()
+
+
+def test_data_altered_between_start_and_resumption(data: Path, tmp_path: Path):
+    mine, folder = copy_of(data, tmp_path / "mine"), tmp_path / "run"
+    train_tiny(tiny_config(), mine, folder, Told(5, terminate))
+    file = mine / read_index(mine).train[0].file
+    content = bytearray(file.read_bytes())
+    content[0] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(DataError, match=f"{file} was altered"):
+        train_tiny(tiny_config(), mine, folder)
+
+
+def test_byte_tokenizer_of_the_run(whole: Path):
+    assert load_run(whole).tokenizer.fingerprint == byte_tokenizer().fingerprint
