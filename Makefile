@@ -30,9 +30,13 @@ format: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-demo: install ## the paper's parameter tables, then a forward and backward pass of every method
-	$(BIN)/dualres params
-	$(BIN)/python examples/every_method.py
+DEMO := $(BIN)/dualres suite nano --residuals standard,attnres-block,dar-block --out suites/demo \
+	--set train.tokens=200_000 --set train.micro_batch=8 --set train.global_batch=8 \
+	--set train.warmup_steps=10 --set train.validate_every=50 --set train.validation_tokens=40_000
+
+demo: install ## three methods on Python's own text: table, loss curves, a sample
+	$(DEMO)
+	$(BIN)/dualres generate suites/demo/nano-dar-block-seed42 "def main(" --tokens 60 --temperature 0.5
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache build dist
+	rm -rf $(VENV) suites/demo .pytest_cache .mypy_cache .ruff_cache build dist

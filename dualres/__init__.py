@@ -2,7 +2,7 @@
 
 from dualres.config import Config, ConfigError, ModelConfig, MoEConfig, ResidualConfig, TrainConfig
 from dualres.experiment import load_config
-from dualres.model.block import ResidualBlock, ResidualStack, compile_blocks, residual_stack
+from dualres.model.block import ResidualBlock, ResidualStack, compile_blocks, recompute_blocks, residual_stack
 from dualres.model.context import KVCache, RouterReport
 from dualres.model.decoder import Decoder, build_decoder
 from dualres.model.generate import generate
@@ -26,5 +26,6 @@ __all__ = [
     "compile_blocks",
     "generate",
     "load_config",
+    "recompute_blocks",
     "residual_stack",
 ]
