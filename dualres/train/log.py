@@ -8,7 +8,7 @@ from typing import Any
 from torch.utils.tensorboard import SummaryWriter
 
 from dualres.extras import need
-from dualres.files import partial_of
+from dualres.files import write_text
 from dualres.train.errors import TrainError
 
 METRICS, SPEED, TENSORBOARD = "metrics.jsonl", "speed.jsonl", "tensorboard"
@@ -67,21 +67,28 @@ def cut(path: Path, step: int) -> None:
     """Keep the rows up to `step`; a row that a crash cut short goes with those after."""
     if not path.exists():
         return
-    partial = partial_of(path)
-    with path.open(encoding="utf-8", errors="replace") as old, partial.open("w", encoding="utf-8") as new:
-        for line in old:
-            if not line.endswith("\n") or json.loads(line)["step"] > step:
+    kept = []
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            row = _row(line)
+            if row is None or row["step"] > step:
                 break
-            new.write(line)
-        new.flush()
-        os.fsync(new.fileno())
-    partial.replace(path)
+            kept.append(line)
+    write_text(path, "".join(kept))
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """All whole rows of a file of JSON lines."""
-    with path.open(encoding="utf-8") as file:
-        return [json.loads(line) for line in file if line.endswith("\n")]
+    with path.open(encoding="utf-8", errors="replace") as file:
+        return [row for line in file if (row := _row(line)) is not None]
+
+
+def _row(line: str) -> dict[str, Any] | None:
+    """None where a crash has left half a line, or zeros."""
+    try:
+        return json.loads(line) if line.endswith("\n") else None
+    except ValueError:
+        return None
 
 
 def _wandb(folder: Path, project: str) -> Any:

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import signal
 import threading
 from pathlib import Path
@@ -12,10 +13,13 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from dualres.cli import main
 from dualres.data.errors import DataError
 from dualres.data.loader import Loader
 from dualres.data.shards import INDEX, TOKENIZER, read_index
 from dualres.data.tokenizer import byte_tokenizer, train_bpe
+from dualres.model.decoder import Decoder, build_decoder
+from dualres.model.generate import generate
 from dualres.train import run
 from dualres.train.checkpoint import STATE
 from dualres.train.errors import TrainError
@@ -85,9 +89,7 @@ def test_losses_are_of_the_data_they_name(data: Path, whole: Path):
     assert rows(whole)[0]["loss"] == pytest.approx(fresh(first).item(), rel=1e-5)
 
 
-def load_fresh() -> Any:
-    from dualres.model.decoder import build_decoder
-
+def load_fresh() -> Decoder:
     config = tiny_config()
     return build_decoder(config.model, config.residual, seed=config.train.seed)
 
@@ -224,8 +226,6 @@ def test_a_batch_that_does_not_cut(data: Path):
 
 
 def copy_of(data: Path, folder: Path) -> Path:
-    import shutil
-
     return Path(shutil.copytree(data, folder))
 
 
@@ -267,3 +267,21 @@ def test_data_altered_between_start_and_resumption(data: Path, tmp_path: Path):
 
 def test_byte_tokenizer_of_the_run(whole: Path):
     assert load_run(whole).tokenizer.fingerprint == byte_tokenizer().fingerprint
+
+
+def test_generate_from_a_run(whole: Path, capsys: pytest.CaptureFixture[str]):
+    loaded = load_run(whole)
+    prompt = loaded.tokenizer.encode("def ")
+    [tokens] = generate(loaded.decoder, [prompt], 12)
+    assert main(["generate", str(whole), "def ", "--tokens", "12", "--temperature", "0"]) == 0
+    assert capsys.readouterr().out == loaded.tokenizer.decode([*prompt, *tokens]) + "\n"
+    sampled = []
+    for seed in ("1", "1", "2"):
+        assert main(["generate", str(whole), "", "--tokens", "30", "--temperature", "1", "--seed", seed]) == 0
+        sampled.append(capsys.readouterr().out)
+    assert sampled[0] == sampled[1] != sampled[2]
+
+
+def test_generate_from_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["generate", str(tmp_path), "x"]) == 1
+    assert f"{tmp_path} is no run" in capsys.readouterr().err
