@@ -79,12 +79,15 @@ def _prepare(given: argparse.Namespace) -> int:
 
 def prepare_with_progress(settings: Settings, out: Path) -> Index:
     """`prepare` with a line that shows how far it is."""
-    progress, began = Progress(), time.monotonic()
+    progress, stage, began = Progress(), "", 0.0
 
     def show(report: Report) -> None:
+        nonlocal stage, began
+        if report.stage != stage:
+            stage, began = report.stage, time.monotonic()
         seconds = max(time.monotonic() - began, 1e-9)
         progress.show(
-            f"{report.part} ({report.parts_done + 1}/{report.parts})  {report.documents:,} documents  "
+            f"{stage}: {report.part} ({report.parts_done + 1}/{report.parts})  {report.documents:,} documents  "
             f"{short(report.tokens)} tokens  {short(report.characters / seconds)} characters/s  {duration(seconds)}"
         )
 

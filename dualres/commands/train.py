@@ -1,23 +1,29 @@
 """`dualres train`: one run."""
 
 import argparse
+import json
+import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
 from dualres.commands import arguments
 from dualres.commands.prepare import prepare_with_progress
-from dualres.config import Config
+from dualres.config import Config, ConfigError
 from dualres.data.prepare import Settings
 from dualres.data.shards import INDEX
 from dualres.data.source import PYTHON
-from dualres.experiment import load_config
+from dualres.experiment import load_config, short_name
 from dualres.progress import Progress, short
-from dualres.train import run
+from dualres.train import plan, run
+from dualres.train.build import engine_name
+from dualres.train.checks import Places, unused_mesh
 from dualres.train.loop import train
 from dualres.train.recipe import steps_of
 from dualres.train.world import World, join_world
 
 DEFAULT_DATA = Path("data") / PYTHON
+GPUS_OF_A_MACHINE = 8  # in the printed command
 
 
 def add(commands: Any) -> None:
@@ -27,7 +33,8 @@ def add(commands: Any) -> None:
         "train",
         "train a model, or go on with an interrupted run",
         "Train SCALE on RESIDUAL by the recipe of the scale. The same command resumes an interrupted run;\n"
-        "SIGTERM and Ctrl-C save a checkpoint first. Without --data it trains on Python's standard library.",
+        "SIGTERM and Ctrl-C save a checkpoint first. Without --data it trains on Python's standard library.\n"
+        "--dry-run starts nothing: it prints the plan and exits with 1 if the run could not start.",
         f"{arguments.known()}{arguments.OVERRIDES}\n"
         "examples:\n"
         "  dualres train nano dar-block\n"
@@ -40,12 +47,25 @@ def add(commands: Any) -> None:
     sub.add_argument("--out", metavar="RUN", type=Path, help="folder of the run (default runs/SCALE-RESIDUAL)")
     sub.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU where there is one")
     sub.add_argument("--wandb", metavar="PROJECT", help="also log to Weights & Biases (needs dualres[wandb])")
+    dry = sub.add_argument_group("without starting")
+    dry.add_argument(
+        "--dry-run", action="store_true", help="print the plan: parameters, steps, memory of a rank, checks"
+    )
+    dry.add_argument("--gpus", metavar="N", type=int, help="plan for so many (default 1)")
+    dry.add_argument("--gpu-memory", metavar="GIB", type=float, help="check that the plan fits so much on each")
+    dry.add_argument("--json", action="store_true", help="print the plan as JSON")
     sub.set_defaults(command=_train)
 
 
 def _train(given: argparse.Namespace) -> int:
     config = load_config(given.scale, given.residual, given.set)
-    out = given.out or Path("runs") / f"{Path(given.scale).stem}-{Path(given.residual).stem}"
+    out = given.out or Path("runs") / f"{short_name(given.scale)}-{short_name(given.residual)}"
+    if given.dry_run:
+        return _plan(config, given, out)
+    for option in ("gpus", "gpu_memory", "json"):
+        if getattr(given, option):
+            name = option.replace("_", "-")
+            raise ConfigError(f"--{name} belongs to a plan: add --dry-run, or start so many processes with torchrun")
     with join_world(given.device) as world:
         if world.leads:
             ensure_default_data(given.data)
@@ -58,6 +78,39 @@ def _train(given: argparse.Namespace) -> int:
     return 0
 
 
+def _plan(config: Config, given: argparse.Namespace, out: Path) -> int:
+    for option, value in (("--gpus", given.gpus), ("--gpu-memory", given.gpu_memory)):
+        if value is not None and value <= 0:
+            raise ConfigError(f"{option} {value} is not positive: use 1 or more")
+    ranks = given.gpus or 1
+    places = Places(given.data, out, made_at_start=given.data == DEFAULT_DATA)
+    made = plan.make_plan(config, ranks, places, launch(given, ranks), given.gpu_memory, given.wandb is not None)
+    if given.json:
+        print(json.dumps(plan.as_data(made), indent=2))
+    else:
+        print(plan.as_text(made, f"{given.scale} × {given.residual}"))
+    if made.problems:
+        print(f"dualres: it cannot start so: {', '.join(check.name for check in made.problems)}", file=sys.stderr)
+    return 1 if made.problems else 0
+
+
+def launch(given: argparse.Namespace, ranks: int) -> str:
+    """The command that starts what was planned."""
+    words = ["dualres", "train", given.scale, given.residual]
+    for override in given.set:
+        words += ["--set", override]
+    words += ["--data", str(given.data)] if given.data != DEFAULT_DATA else []
+    for option in ("out", "device", "wandb"):
+        if getattr(given, option) is not None:
+            words += [f"--{option}", str(getattr(given, option))]
+    if ranks == 1:
+        return shlex.join(words)
+    machines = ranks // GPUS_OF_A_MACHINE if ranks % GPUS_OF_A_MACHINE == 0 else 1
+    several = ["--nnodes", str(machines), "--rdzv-backend", "c10d", "--rdzv-endpoint", "HOST:29500"]
+    processes = ["--nproc-per-node", str(ranks // machines)]
+    return shlex.join(["torchrun", *(several if machines > 1 else []), *processes, "-m", *words])
+
+
 def ensure_default_data(data: Path) -> None:
     """Prepare the default source where nothing else was asked for and it is not there yet."""
     if data == DEFAULT_DATA and not (data / INDEX).exists():
@@ -66,9 +119,12 @@ def ensure_default_data(data: Path) -> None:
 
 
 def introduce(config: Config, given: argparse.Namespace, out: Path, world: World, progress: Progress) -> None:
-    """One line on what begins."""
+    """What begins, and what of the config it does not use."""
     steps, tokens = steps_of(config.train, config.model.context), config.train.global_batch * config.model.context
     progress.say(
         f"{given.scale} × {given.residual} on {given.data}: {steps:,} steps of {short(tokens)} tokens, "
         f"{world.size} × {world.device.type}, into {out}"
     )
+    unused = unused_mesh(config, engine_name(config, world.size))
+    if unused is not None:
+        progress.say(unused)

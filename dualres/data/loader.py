@@ -71,7 +71,7 @@ def shuffled(place: int, size: int, seed: int, epoch: int) -> int:
 
     Four rounds of a Feistel network on the next even number of bits; what falls outside is sent round again.
     """
-    half = max(1, ((size - 1).bit_length() + 1) // 2)
+    half = ((size - 1).bit_length() + 1) // 2
     mask = (1 << half) - 1
     while True:
         left, right = place >> half, place & mask

@@ -3,25 +3,23 @@
 import dataclasses
 import hashlib
 import itertools
-import json
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from dualres.data import shards
 from dualres.data import tokenizer as tokenizers
 from dualres.data.errors import DataError
-from dualres.data.shards import SPLITS, Index, Shard, ShardWriter, Split
+from dualres.data.resume import Place, State, take_up
+from dualres.data.shards import SPLITS, Index, ShardWriter, Split
 from dualres.data.source import Part, open_source
 from dualres.data.tokenizer import Tokenizer, Tokens
-from dualres.files import PARTIAL, partial_of, write_json
 
-PROGRESS = "progress.json"
 BATCH_CHARACTERS = 2**20  # of text that is tokenized together
 BATCHES_AHEAD = 3  # being tokenized while another is written
 
@@ -46,22 +44,16 @@ class Settings:
             raise DataError(f"--shard-tokens {self.shard_tokens} is not positive: use 100000000")
 
 
-class Place(NamedTuple):
-    """How far the source was read: whole parts, and documents of the part after them."""
-
-    part: int
-    documents: int
-
-
 class Report(NamedTuple):
     """How far a preparation is."""
 
+    stage: str  # what is being done
     part: str
     parts_done: int
     parts: int
-    documents: int
-    characters: int
+    documents: int  # since the source began
     tokens: int
+    characters: int  # since this stage began
 
 
 class Document(NamedTuple):
@@ -77,85 +69,71 @@ def prepare(settings: Settings, out: Path, report: Callable[[Report], None] = la
     A folder that has an index of the same settings is left as it is.
     """
     parts = open_source(settings.source, settings.field, settings.subset, settings.split)
-    identity = {**dataclasses.asdict(settings), "parts": [[part.name, part.size] for part in parts]}
     out.mkdir(parents=True, exist_ok=True)
-    progress = _read_progress(out, identity)
-    if progress is not None and (out / shards.INDEX).exists():
+    state = take_up(out, {**dataclasses.asdict(settings), "parts": [[part.name, part.size] for part in parts]})
+    if state is None:
         return shards.read_index(out)
-    for leftover in out.glob(f"*{PARTIAL}"):
-        leftover.unlink()
-    tokenizer = _tokenizer(settings, parts, out)
-    if progress is None:
-        progress = {"settings": identity, "place": [0, 0], **{split: [] for split in SPLITS}}
-        write_json(out / PROGRESS, progress)
-
-    done: dict[Split, list[Shard]] = {split: [Shard(**row) for row in progress[split]] for split in SPLITS}
-    documents = _documents(parts, Place(*progress["place"]))
-    encoded = _encoded(documents, tokenizer)
-    dtype = shards.dtype_for(tokenizer.vocab_size)
-    counted = _Counter(parts, sum(s.documents for split in SPLITS for s in done[split]), report)
-    for number in itertools.count(progress.get("chunks", 0)):
-        place = _write_chunk(encoded, tokenizer, settings, dtype, out, number, done, counted)
-        if place is None:
-            break
-        rows: dict[str, Any] = {split: [dataclasses.asdict(shard) for shard in done[split]] for split in SPLITS}
-        progress = {"settings": identity, "place": place, "chunks": number + 1, **rows}
-        write_json(out / PROGRESS, progress)
-    if not done["train"]:
+    tokenizer = _tokenizer(settings, parts, out, state.tokenizer, report)
+    counter = _Counter("tokenizing", parts, report, state)
+    encoded = _encoded(_documents(parts, state.place), tokenizer, counter)
+    while (place := _write_chunk(encoded, tokenizer, settings, out, state)) is not None:
+        state.tokenizer, state.place, state.chunks = tokenizer.fingerprint, place, state.chunks + 1
+        state.write(out)
+    if not state.train:
         raise DataError(f"the source {settings.source} has no documents to train on: nothing was prepared")
     index = Index(
         settings.source,
-        dtype,
+        shards.dtype_for(tokenizer.vocab_size),
         tokenizer.vocab_size,
         tokenizer.end_of_text,
         tokenizer.fingerprint,
-        tuple(done["train"]),
-        tuple(done["validation"]),
+        tuple(state.train),
+        tuple(state.validation),
     )
     shards.write_index(out, index)
-    return index
+    return shards.read_index(out)
 
 
 def is_held_out(text: str, share: float) -> bool:
     """Whether a document belongs to the validation split: by its text, so that copies of it are on the same side."""
-    digest = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest()
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") < share * 2**64
 
 
 class _Counter:
     """Adds up what was done, for the report."""
 
-    def __init__(self, parts: Sequence[Part], documents: int, report: Callable[[Report], None]):
-        self.parts, self.documents, self.report = parts, documents, report
-        self.characters = self.tokens = 0
+    def __init__(self, stage: str, parts: Sequence[Part], report: Callable[[Report], None], state: State):
+        self.stage, self.parts, self.report = stage, parts, report
+        before = [shard for split in SPLITS for shard in state.shards(split)]
+        self.documents = sum(shard.documents for shard in before)
+        self.tokens = sum(shard.tokens for shard in before)
+        self.characters = 0
+        self.show(state.place.part)
 
-    def add(self, document: Document, tokens: int) -> None:
-        self.documents += 1
-        self.characters += len(document.text)
+    def add(self, batch: Sequence[Document], tokens: int) -> None:
+        self.documents += len(batch)
         self.tokens += tokens
-        part = min(document.after.part, len(self.parts) - 1)
-        self.report(Report(self.parts[part].name, part, len(self.parts), self.documents, self.characters, self.tokens))
+        self.characters += sum(len(document.text) for document in batch)
+        self.show(batch[-1].after.part)
+
+    def show(self, part: int) -> None:
+        name, parts = self.parts[part].name, len(self.parts)
+        self.report(Report(self.stage, name, part, parts, self.documents, self.tokens, self.characters))
 
 
 def _write_chunk(
-    encoded: Iterator[tuple[Document, Tokens]],
-    tokenizer: Tokenizer,
-    settings: Settings,
-    dtype: str,
-    out: Path,
-    number: int,
-    done: dict[Split, list[Shard]],
-    counter: _Counter,
+    encoded: Iterator[tuple[Document, Tokens]], tokenizer: Tokenizer, settings: Settings, out: Path, state: State
 ) -> Place | None:
     """One shard of each split, of about `shard_tokens` together. -> where the source stands, None at its end"""
-    writers = {split: ShardWriter(out / f"{split}-{number:05d}.bin", dtype) for split in SPLITS}
+    dtype = shards.dtype_for(tokenizer.vocab_size)
+    writers = {split: ShardWriter(out / f"{split}-{state.chunks:05d}.bin", dtype) for split in SPLITS}
     end = np.array([tokenizer.end_of_text], np.uint32)
     place = None
     written = 0
     for document, tokens in encoded:
         split: Split = "validation" if is_held_out(document.text, settings.held_out) else "train"
         writers[split].add(np.concatenate([tokens, end]))
-        counter.add(document, len(tokens) + 1)
         place = document.after
         written += len(tokens) + 1
         if written >= settings.shard_tokens:
@@ -163,7 +141,7 @@ def _write_chunk(
     for split, writer in writers.items():
         shard = writer.close()
         if shard is not None:
-            done[split].append(shard)
+            state.shards(split).append(shard)
     return place
 
 
@@ -176,17 +154,28 @@ def _documents(parts: Sequence[Part], start: Place) -> Iterator[Document]:
                 yield Document(text, Place(number, count))
 
 
-def _encoded(documents: Iterator[Document], tokenizer: Tokenizer) -> Iterator[tuple[Document, Tokens]]:
-    """Documents with their tokens, in order. While one batch is written, the next are read and tokenized."""
+def _encoded(
+    documents: Iterator[Document], tokenizer: Tokenizer, counter: _Counter
+) -> Iterator[tuple[Document, Tokens]]:
+    """Documents with their tokens, in order."""
+    for batch, tokens in _tokenized(_batches(documents), tokenizer):
+        yield from zip(batch, tokens, strict=True)
+        counter.add(batch, sum(map(len, tokens)) + len(batch))
+
+
+def _tokenized(
+    batches: Iterator[list[Document]], tokenizer: Tokenizer
+) -> Iterator[tuple[list[Document], list[Tokens]]]:
+    """While one batch is written, the next are read and tokenized."""
     with ThreadPoolExecutor(BATCHES_AHEAD) as pool:
         waiting: deque[tuple[list[Document], Future[list[Tokens]]]] = deque()
-        for batch in _batches(documents):
+        for batch in batches:
             waiting.append((batch, pool.submit(tokenizer.encode_batch, [document.text for document in batch])))
             if len(waiting) > BATCHES_AHEAD:
                 ready, tokens = waiting.popleft()
-                yield from zip(ready, tokens.result(), strict=True)
+                yield ready, tokens.result()
         for ready, tokens in waiting:
-            yield from zip(ready, tokens.result(), strict=True)
+            yield ready, tokens.result()
 
 
 def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
@@ -202,47 +191,41 @@ def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
         yield batch
 
 
-def _tokenizer(settings: Settings, parts: Sequence[Part], out: Path) -> Tokenizer:
-    """The one that an interrupted preparation stored, or a new one."""
-    path = out / shards.TOKENIZER
-    name = settings.tokenizer
+def _tokenizer(
+    settings: Settings,
+    parts: Sequence[Part],
+    out: Path,
+    began_with: str | None,
+    report: Callable[[Report], None],
+) -> Tokenizer:
+    """The one that was asked for, stored in `out`; refused where shards were made with another, `began_with`."""
+    path, name = out / shards.TOKENIZER, settings.tokenizer
+    trained = name.startswith("bpe:")
     if name == "bytes":
         made = tokenizers.byte_tokenizer()
     elif name == "tekken":
         made = tokenizers.tekken()
-    elif name.startswith("bpe:"):
-        if path.exists():
-            return tokenizers.load(path)
+    elif trained and path.exists():
+        made = tokenizers.load(path)
+    elif trained:
         if not name[4:].isdigit():
             raise DataError(f"--tokenizer {name}: write bpe:4096, the number of entries after the colon")
-        made = tokenizers.train_bpe((text for part in parts for text in part.documents()), int(name[4:]))
+        made = tokenizers.train_bpe(_texts(parts, report), int(name[4:]))
     elif Path(name).is_file():
         made = tokenizers.load(Path(name), settings.end_of_text)
     else:
         raise DataError(f"--tokenizer {name}: use bytes, bpe:4096, tekken, or the path of a tokenizer.json")
-    partial = partial_of(path)
-    made.save(partial)
-    partial.replace(path)
+    if began_with not in (None, made.fingerprint):
+        raise DataError(
+            f"{path if trained else name} is not the tokenizer that {out} began with: restore it, or use a new folder"
+        )
+    made.save(path)
     return made
 
 
-def _read_progress(out: Path, identity: dict[str, Any]) -> dict[str, Any] | None:
-    """What an earlier run left, or None in a new folder; another preparation's folder is refused."""
-    path = out / PROGRESS
-    if not path.exists():
-        if any(out.iterdir()):
-            raise DataError(f"{out} is not empty and holds no preparation: use a new folder")
-        return None
-    try:
-        progress = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise DataError(f"{path} cannot be read ({error}): remove {out} and prepare again") from None
-    found = progress.get("settings", {})
-    changed = [key for key in identity if found.get(key) != json.loads(json.dumps(identity[key]))]
-    if changed:
-        what = ", ".join(f"{key} {found.get(key)!r} → {identity[key]!r}" for key in changed if key != "parts")
-        raise DataError(
-            f"{out} was prepared from other settings ({what or 'the files of the source have changed'}): use a new "
-            "folder, or the settings it began with"
-        )
-    return progress
+def _texts(parts: Sequence[Part], report: Callable[[Report], None]) -> Iterator[str]:
+    """What a tokenizer is trained on."""
+    counter = _Counter("training the tokenizer", parts, report, State({}))
+    for batch in _batches(_documents(parts, Place())):
+        yield from (document.text for document in batch)
+        counter.add(batch, 0)

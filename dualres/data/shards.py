@@ -80,11 +80,12 @@ class ShardWriter:
         self.largest = max(self.largest, int(document.max()))
 
     def close(self) -> Shard | None:
-        """The finished shard, or none where nothing was written."""
+        """The finished shard, or none where nothing was written; one that an interruption left there is replaced."""
         flush(self.file)
         self.file.close()
         if self.documents == 0:
             self.partial.unlink()
+            self.path.unlink(missing_ok=True)
             return None
         self.partial.replace(self.path)
         return Shard(self.path.name, self.tokens, self.documents, self.largest, self.hash.hexdigest())

@@ -3,13 +3,15 @@
 A text file is cut at blank lines into documents of about 16,000 characters; JSONL and Parquet hold one per row.
 """
 
+import codecs
 import gzip
 import io
 import json
+import platform
 import pydoc_data.topics
 import sysconfig
+import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,9 +19,11 @@ from dualres.data.errors import DataError
 from dualres.extras import need
 
 PYTHON = "python"  # the name of the default source
-DOCUMENT_CHARACTERS = 16_000  # of a text file; a document ends with the paragraph that reaches it
+DOCUMENT_CHARACTERS = 16_000  # of a text file; a document ends with the paragraph that reaches it,
+LONGEST = 64_000  # or where it is that long, since a text without blank lines must not fill the memory
 FORMATS = (".txt", ".jsonl", ".json", ".parquet")
 COMPRESSIONS = (".gz", ".zst")
+BUFFER, ROWS = 2**20, 128  # bytes and rows of a Parquet file that are read together
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
@@ -37,7 +41,8 @@ def open_source(name: str, field: str = "text", subset: str | None = None, split
     `field` is the column or key that holds the text; `subset` and `split` are those of a dataset.
     """
     if name == PYTHON:
-        return [Part("topics", 0, _topics), Part("library", 0, _library)]
+        version = f"of Python {platform.python_version()}"
+        return [Part(f"topics {version}", 0, _topics), Part(f"library {version}", 0, _library)]
     path = Path(name)
     if path.is_file():
         return [_file(path, path.name, field)]
@@ -71,69 +76,65 @@ def _file(path: Path, name: str, field: str) -> Part:
     return Part(name, path.stat().st_size, readers[kind])
 
 
-@contextmanager
-def _lines(path: Path) -> Iterator[Iterator[str]]:
-    """The lines of a plain or compressed file; what is wrong with it becomes an error that names it."""
-    number = 0
-
-    def counted(file: io.TextIOBase) -> Iterator[str]:
-        nonlocal number
-        for line in file:
-            number += 1
-            yield line
-
+def _lines(path: Path, longest: int = -1) -> Iterator[tuple[int, str]]:
+    """The lines of a plain or compressed file and their numbers, from 1 on. Beyond `longest` bytes, one is cut."""
+    number, decoder = 1, codecs.getincrementaldecoder("utf-8")()
     try:
         with _opened(path) as file:
-            yield counted(file)
-    except (UnicodeDecodeError, EOFError, OSError) as error:
-        raise DataError(f"{path} cannot be read after line {number}: {error}") from None
+            while line := file.readline(longest):
+                yield number, decoder.decode(line)
+                number += line.endswith(b"\n")
+            decoder.decode(b"", final=True)
+    except (UnicodeDecodeError, EOFError, OSError, zlib.error) as error:
+        raise DataError(f"{path}, line {number} cannot be read, use a file that is whole and UTF-8: {error}") from None
 
 
-def _opened(path: Path) -> io.TextIOBase:
+def _opened(path: Path) -> io.BufferedIOBase:
     if path.suffix == ".gz":
-        return io.TextIOWrapper(gzip.open(path), encoding="utf-8", newline="\n")
+        return gzip.open(path)
     if path.suffix == ".zst":
-        zstandard = need("zstandard", "data", "reading .zst")
-        return io.TextIOWrapper(zstandard.open(path, "rb"), encoding="utf-8", newline="\n")
-    return path.open(encoding="utf-8", newline="\n")
+        # The package zstandard reads a file that was cut off without a word.
+        return io.BufferedReader(need("pyarrow", "data", "reading .zst").input_stream(path, compression="zstd"))
+    return path.open("rb")
 
 
 def _text(path: Path) -> Iterator[str]:
-    with _lines(path) as lines:
-        gathered: list[str] = []
-        size = 0
-        for line in lines:
-            gathered.append(line)
-            size += len(line)
-            if size >= DOCUMENT_CHARACTERS and not line.strip():
-                yield "".join(gathered)
-                gathered, size = [], 0
-        if gathered:
+    gathered: list[str] = []
+    size = 0
+    for _, line in _lines(path, LONGEST):
+        gathered.append(line)
+        size += len(line)
+        if size >= (LONGEST if line.strip() else DOCUMENT_CHARACTERS):
             yield "".join(gathered)
+            gathered, size = [], 0
+    if gathered:
+        yield "".join(gathered)
 
 
 def _jsonl(path: Path, field: str) -> Iterator[str]:
-    with _lines(path) as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise DataError(f"{path}, line {number} is not JSON: {error}") from None
-            yield _text_of(row, field, f"{path}, line {number}")
+    for number, line in _lines(path):
+        if not line.strip():
+            continue
+        where = f"{path}, line {number}"
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{where} is not JSON: {error}") from None
+        yield _text_of(row, field, where)
 
 
 def _parquet(path: Path, field: str) -> Iterator[str]:
     parquet = need("pyarrow.parquet", "data", "reading Parquet")
     try:
-        with parquet.ParquetFile(path) as file:
+        # Otherwise a group of rows, and some files are one group, is read in whole.
+        with parquet.ParquetFile(path, pre_buffer=False, buffer_size=BUFFER) as file:
             if field not in file.schema_arrow.names:
                 raise DataError(f"{path} has no column {field!r}: use --field with one of {file.schema_arrow.names}")
-            for batch in file.iter_batches(batch_size=1024, columns=[field]):
-                for number, text in enumerate(batch.column(0).to_pylist()):
-                    yield _text_of({field: text}, field, f"{path}, row {number} of a batch")
-    except (OSError, need("pyarrow", "data", "reading Parquet").ArrowException) as error:
+            batches = file.iter_batches(batch_size=ROWS, columns=[field])
+            rows = (text for batch in batches for text in batch.column(0).to_pylist())
+            for number, text in enumerate(rows, start=1):
+                yield _text_of({field: text}, field, f"{path}, row {number}")
+    except (OSError, UnicodeDecodeError, need("pyarrow", "data", "reading Parquet").ArrowException) as error:
         raise DataError(f"{path} cannot be read as Parquet: {error}") from None
 
 
@@ -142,17 +143,28 @@ def _dataset(name: str, subset: str | None, split: str, field: str) -> Iterator[
     datasets = need("datasets", "data", "reading a Hugging Face dataset")
     try:
         rows = datasets.load_dataset(name, subset, split=split, streaming=True)
+        for number, row in enumerate(rows, start=1):
+            yield _text_of(row, field, f"{name}, row {number}")
+    except DataError:
+        raise
     except Exception as error:  # no network, no such dataset, a gated one: `datasets` raises many kinds
-        raise DataError(f"the dataset {name} cannot be opened: {type(error).__name__}: {error}") from None
-    for number, row in enumerate(rows):
-        yield _text_of(row, field, f"{name}, row {number}")
+        why = " ".join(str(error).split())
+        raise DataError(
+            f"{name} is no file or folder, and cannot be read as a dataset: {type(error).__name__}: {why}"
+        ) from None
 
 
 def _text_of(row: Any, field: str, where: str) -> str:
     text = row.get(field) if isinstance(row, dict) else None
     if not isinstance(text, str):
         keys = ", ".join(map(str, row)) if isinstance(row, dict) else type(row).__name__
-        raise DataError(f"{where} has no text under {field!r} (it has {keys}): name the field with --field")
+        raise DataError(
+            f"{where} has no text under {field!r} but {text!r:.40} (it has {keys}): name the field with --field"
+        )
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # JSON can write half of a pair, "\\ud800"
+        raise DataError(f"{where} has a text that is no Unicode, mend it or leave it out: {error}") from None
     return text
 
 

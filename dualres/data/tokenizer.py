@@ -16,6 +16,7 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trai
 
 from dualres.data.errors import DataError
 from dualres.extras import need
+from dualres.files import write_text
 
 END_OF_TEXT = "<|endoftext|>"
 KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "[SEP]")
@@ -28,6 +29,9 @@ class Tokenizer:
     """Text to token numbers and back. Special tokens in a text are read as text: a document cannot end itself."""
 
     def __init__(self, backend: tokenizers.Tokenizer, end_of_text: int):
+        added = backend.get_added_tokens_decoder().get(end_of_text)
+        if added is None or not added.special:
+            backend.add_special_tokens([AddedToken(backend.id_to_token(end_of_text), special=True, normalized=False)])
         backend.encode_special_tokens = True
         backend.no_truncation()
         backend.no_padding()
@@ -59,7 +63,7 @@ class Tokenizer:
 
     def save(self, path: Path) -> None:
         """As `tokenizer.json`, which `tokenizers` and `transformers` read too."""
-        path.write_text(self.backend.to_str(pretty=True), encoding="utf-8")
+        write_text(path, self.backend.to_str(pretty=True))
 
 
 def load(path: Path, end_of_text: int | str | None = None) -> Tokenizer:
@@ -81,9 +85,7 @@ def load(path: Path, end_of_text: int | str | None = None) -> Tokenizer:
 
 def byte_tokenizer() -> Tokenizer:
     """256 bytes and the end of a text."""
-    alphabet = _byte_letters()
-    backend = tokenizers.Tokenizer(models.BPE(vocab={letter: byte for byte, letter in enumerate(alphabet)}, merges=[]))
-    return Tokenizer(*_byte_level(backend, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)))
+    return Tokenizer(*_byte_backend())
 
 
 def train_bpe(texts: Iterator[str], vocab_size: int) -> Tokenizer:
@@ -148,6 +150,12 @@ def merges_of(pieces: Sequence[bytes]) -> Iterator[tuple[bytes, bytes]]:
             yield parts[0], parts[1]
 
 
+def _byte_backend() -> tuple[tokenizers.Tokenizer, int]:
+    vocab = {letter: byte for byte, letter in enumerate(_byte_letters())}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    return _byte_level(backend, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
+
+
 def _byte_level(
     backend: tokenizers.Tokenizer, pre_tokenizer: pre_tokenizers.PreTokenizer
 ) -> tuple[tokenizers.Tokenizer, int]:
@@ -166,12 +174,12 @@ def _byte_letters() -> list[str]:
 
 def _is_bytes(backend: tokenizers.Tokenizer) -> bool:
     """Whether every byte is its own number, so that encoding is copying."""
-    return backend.get_vocab(with_added_tokens=False) == {letter: b for b, letter in enumerate(_byte_letters())}
+    return backend.get_vocab_size() == 257 and backend.to_str() == _byte_backend()[0].to_str()
 
 
 def _first(texts: Iterator[str], size: int) -> Iterator[str]:
     for text in texts:
         yield text
-        size -= len(text)
+        size -= len(text.encode())
         if size <= 0:
             return
