@@ -90,8 +90,9 @@ def prepare(settings: Settings, out: Path, report: Callable[[Report], None] = la
         tuple(state.train),
         tuple(state.validation),
     )
+    shards.check_sizes(out, index)
     shards.write_index(out, index)
-    return shards.read_index(out)
+    return index
 
 
 def is_held_out(text: str, share: float) -> bool:

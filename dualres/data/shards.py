@@ -110,10 +110,20 @@ def read_index(folder: Path) -> Index:
         index = Index(**data)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{path} is not an index of this version ({error!r}): prepare the data again") from None
-    for shard in (*index.train, *index.validation):
-        _check_size(folder / shard.file, shard, np.dtype(index.dtype).itemsize)
+    check_sizes(folder, index)
     read_tokenizer(folder, index)
     return index
+
+
+def check_sizes(folder: Path, index: Index) -> None:
+    """Refuse a folder that lacks a file, or part of one."""
+    for shard in (*index.train, *index.validation):
+        path, wanted = folder / shard.file, shard.tokens * np.dtype(index.dtype).itemsize
+        if not path.is_file():
+            raise DataError(f"{path} is missing: restore it, or prepare the data again")
+        size = path.stat().st_size
+        if size != wanted:
+            raise DataError(f"{path} is truncated or altered ({size:,} bytes, not {wanted:,}): prepare the data again")
 
 
 def read_tokenizer(folder: Path, index: Index) -> tokenizers.Tokenizer:
@@ -127,13 +137,16 @@ def read_tokenizer(folder: Path, index: Index) -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def verify(folder: Path, index: Index, vocab_size: int, known: Mapping[str, Any] = {}) -> dict[str, Any]:
+def verify(
+    folder: Path, index: Index, vocab_size: int, known: Mapping[str, Any] = {}, share: tuple[int, int] = (0, 1)
+) -> dict[str, Any]:
     """Read every shard once: refuse one whose checksum is wrong or that has a token outside the vocabulary.
 
     -> what was verified: size and time of every file. Given back as `known`, files that have not changed are skipped.
+    `share` (rank, ranks) reads only every so many-th, so that many processes can read a large folder together.
     """
     seen = {}
-    for shard in (*index.train, *index.validation):
+    for shard in (*index.train, *index.validation)[share[0] :: share[1]]:
         path = folder / shard.file
         status = path.stat()
         stamp = [status.st_size, status.st_mtime_ns, shard.checksum, vocab_size]
@@ -141,14 +154,6 @@ def verify(folder: Path, index: Index, vocab_size: int, known: Mapping[str, Any]
             _check_content(path, shard, np.dtype(index.dtype), vocab_size)
         seen[shard.file] = stamp
     return seen
-
-
-def _check_size(path: Path, shard: Shard, itemsize: int) -> None:
-    if not path.is_file():
-        raise DataError(f"{path} is missing: restore it, or prepare the data again")
-    size, wanted = path.stat().st_size, shard.tokens * itemsize
-    if size != wanted:
-        raise DataError(f"{path} is truncated or altered ({size:,} bytes, not {wanted:,}): prepare the data again")
 
 
 def _check_content(path: Path, shard: Shard, dtype: np.dtype[Any], vocab_size: int) -> None:

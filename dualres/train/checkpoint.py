@@ -16,7 +16,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
@@ -25,7 +24,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from dualres.files import PARTIAL, flush, flush_folder, partial_of, write_json
 from dualres.train.errors import TrainError
-from dualres.train.world import World
+from dualres.train.world import World, agree
 
 MANIFEST, STATE, DAMAGED = "manifest.json", "state.json", ".damaged"
 PARTS = {"weights": "model.", "optimizer": "optimizer."}  # folder, beginning of the names in it
@@ -81,26 +80,26 @@ class Checkpoints:
 
     def _check(self, checkpoint: Path) -> list[str]:
         """What is wrong with it, found by all ranks together."""
-        shares = self._from_all(damage(checkpoint, self.world), self.world.control)
+        shares = self.world.agree(lambda: damage(checkpoint, self.world))
         return [fault for share in shares for fault in share]
 
     def _write(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
         target = self.folder / step_name(step)
         partial = partial_of(target)
+        group, leads = self.world.saving, self.world.leads
         self.failure = None
         try:
-            self._together(lambda: self._begin(partial), leader_only=True)
+            agree(lambda: self._begin(partial) if leads else None, group)
             for part, begin in PARTS.items():
                 chosen = {name: tensor for name, tensor in tensors.items() if name.startswith(begin)}
                 writer = HuggingFaceStorageWriter(str(partial / part), save_distributed=True)
-                alone = self.world.saving is None
-                state_dict_saver.save(chosen, storage_writer=writer, process_group=self.world.saving, no_dist=alone)
-            self._together(lambda: write_json(partial / STATE, state), leader_only=True)
-            sums = self._together(lambda: _sums(partial, self.world))
-            self._together(lambda: self._finish(partial, target, state, sums), leader_only=True)
+                state_dict_saver.save(chosen, storage_writer=writer, process_group=group, no_dist=group is None)
+            agree(lambda: write_json(partial / STATE, state) if leads else None, group)
+            sums = agree(lambda: _sums(partial, self.world), group)
+            agree(lambda: self._finish(partial, target, state, sums) if leads else None, group)
         except (Exception, CheckpointException) as error:  # PyTorch's is no Exception
             self.failure = f"checkpoint {target} was not saved: {_root_cause(error)}"
-            if self.world.leads:
+            if leads:
                 shutil.rmtree(partial, ignore_errors=True)
                 self.say(f"{self.failure}. Earlier checkpoints are as they were; is the disk full?")
 
@@ -119,32 +118,11 @@ class Checkpoints:
         flush_folder(self.folder)
         self._remove_old(state)
 
-    def _together(self, work: Callable[[], Any], leader_only: bool = False) -> list[Any]:
-        """The results of all ranks; what fails on one fails on all, so that none waits for ever."""
-        value, fault = None, None
-        if self.world.leads or not leader_only:
-            try:
-                value = work()
-            except OSError as error:
-                fault = str(error)
-        answers = self._from_all((value, fault), self.world.saving)
-        for _, fault in answers:
-            if fault is not None:
-                raise OSError(fault)
-        return [value for value, _ in answers]
-
     def _remove_old(self, state: dict[str, Any]) -> None:
         kept = {step_name(state["best_step"])}
         for old in found(self.folder)[: -self.keep]:
-            if old.name not in kept:
-                shutil.rmtree(old)
-
-    def _from_all(self, value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-        if group is None:
-            return [value]
-        values: list[Any] = [None] * self.world.size
-        dist.all_gather_object(values, value, group=group)
-        return values
+            if old.name not in kept:  # half removed, it must not look like a checkpoint
+                shutil.rmtree(old.rename(partial_of(old)))
 
 
 def step_name(step: int) -> str:

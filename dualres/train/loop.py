@@ -53,14 +53,10 @@ def train(config: Config, data: Path, folder: Path, world: World, progress: Prog
     """Train `config` on the prepared folder `data` into `folder`, or go on where an earlier run there stopped."""
     check_batch(config, world.size)
     with run.locked(folder) if world.leads else nullcontext():
-        problem = None
         index = shards.read_index(data)
         check_vocabulary(config, data, index)
-        if world.leads:
-            problem = _caught(lambda: _prepare_folder(config, data, folder, index, progress))
-        problem = world.from_leader(problem)
-        if problem is not None:
-            raise problem
+        world.agree(lambda: run.open_run(folder, config, data, index) if world.leads else None)
+        _verify(config, data, folder, index, world, progress)
         return Training(config, data, folder, index, world, progress, wandb).run()
 
 
@@ -290,20 +286,12 @@ def check_vocabulary(config: Config, data: Path, index: Index) -> None:
         )
 
 
-def _prepare_folder(config: Config, data: Path, folder: Path, index: Index, progress: Progress) -> None:
-    """Files of the run, and a look at every token unless an earlier start had it."""
-    run.open_run(folder, config, data, index)
-    path = folder / VERIFIED
-    known = shards.read_stamps(path)
+def _verify(config: Config, data: Path, folder: Path, index: Index, world: World, progress: Progress) -> None:
+    """A look at every token, shared by all ranks, unless an earlier start had it."""
+    known = world.from_leader(shards.read_stamps(folder / VERIFIED))
     if known is None and index.tokens("train") > 10**8:
         progress.say(f"reading all of {data} once to check it")
-    write_json(path, shards.verify(data, index, config.model.vocab_size, known or {}))
-
-
-def _caught(work: Callable[[], None]) -> Exception | None:
-    """What went wrong, so that the leader can tell the others instead of leaving them waiting."""
-    try:
-        work()
-    except (OSError, ValueError, RuntimeError) as error:
-        return error
-    return None
+    share = world.rank, world.size
+    stamps = world.agree(lambda: shards.verify(data, index, config.model.vocab_size, known or {}, share))
+    if world.leads:
+        write_json(folder / VERIFIED, {file: stamp for part in stamps for file, stamp in part.items()})

@@ -2,9 +2,9 @@
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,10 @@ class World(NamedTuple):
         dist.all_reduce(together, group=self.control)
         return together.tolist()
 
+    def agree(self, work: Callable[[], T]) -> list[T]:
+        """Do something on every rank. -> the results of all; what goes wrong on one is raised on all."""
+        return agree(work, self.control)
+
     def from_leader(self, value: T) -> T:
         """The leader's value, on every rank."""
         if self.control is None:
@@ -44,6 +48,23 @@ class World(NamedTuple):
         box = [value]
         dist.broadcast_object_list(box, src=0, group=self.control)
         return box[0]
+
+
+def agree(work: Callable[[], T], group: dist.ProcessGroup | None) -> list[T]:
+    """The results of all ranks of a group. A fault of one is raised on all, so that none is left waiting for it."""
+    if group is None:
+        return [work()]
+    answer: tuple[T | None, Exception | None]
+    try:
+        answer = work(), None
+    except (OSError, ValueError, RuntimeError) as error:
+        answer = None, error
+    answers: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(answers, answer, group=group)
+    for _, fault in answers:
+        if fault is not None:
+            raise fault
+    return [result for result, _ in answers]
 
 
 @contextlib.contextmanager

@@ -238,8 +238,10 @@ def test_a_stored_tokenizer_that_changed_is_refused(interrupted: Path):
 
 def test_a_shard_that_was_lost_is_named(interrupted: Path):
     (interrupted / "out" / "train-00000.bin").unlink()
-    with pytest.raises(DataError, match=f"{interrupted / 'out' / 'train-00000.bin'} is missing"):
-        prepare(settings(interrupted / "source"), interrupted / "out")
+    for _ in ("first", "again"):
+        with pytest.raises(DataError, match=f"{interrupted / 'out' / 'train-00000.bin'} is missing"):
+            prepare(settings(interrupted / "source"), interrupted / "out")
+    assert not (interrupted / "out" / "index.json").exists()
 
 
 def test_settings_may_change_before_the_first_shard(tmp_path: Path, folder: Path, whole: Path):
@@ -362,11 +364,13 @@ def test_a_bad_line_is_one_line_and_exit_2(
 
 
 def test_progress_begins_at_zero_and_ends_with_everything(
-    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, folder: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
 ):
+    """And how documents are batched changes nothing."""
     monkeypatch.setattr("dualres.data.prepare.BATCH_CHARACTERS", 1)
     reports: list[Report] = []
     index = prepare(settings(folder), tmp_path / "out", reports.append)
+    assert files(tmp_path / "out") == files(whole)
     training = [report for report in reports if report.stage == "training the tokenizer"]
     tokenizing = [report for report in reports if report.stage == "tokenizing"]
     assert reports == training + tokenizing

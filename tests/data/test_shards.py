@@ -145,6 +145,14 @@ def test_verified_files_are_not_read_again(folder: Path):
         verify(folder, index, 300, known)
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 3, 20])
+def test_processes_share_the_reading(folder: Path, ranks: int):
+    index = read_index(folder)
+    shares = [verify(folder, index, 300, share=(rank, ranks)) for rank in range(ranks)]
+    assert sum(map(len, shares)) == len(index.train) + len(index.validation)
+    assert {name: stamp for share in shares for name, stamp in share.items()} == verify(folder, index, 300)
+
+
 def test_verified_for_another_vocabulary_is_not_verified(folder: Path):
     index = read_index(folder)
     known = verify(folder, index, 300)

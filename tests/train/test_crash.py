@@ -95,6 +95,20 @@ def test_a_signal_ends_the_command_cleanly(number: int, data: Path, tmp_path: Pa
 
 
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="this PyTorch was built without gloo")
+def test_torchrun_passes_the_signal_on(data: Path, tmp_path: Path):
+    """Its own exit code says that it was stopped; the workers have saved."""
+    folder = tmp_path / "run"
+    process = launch(data, folder, ranks=2, **LONG_RUN)
+    wait_for(lambda: rows_there(folder) > 5, process, folder)
+    process.send_signal(signal.SIGTERM)
+    process.wait(DEADLINE)
+    last = checkpoints(folder)[-1]
+    assert f"of {LONG}; saved as {last}" in said(folder)
+    assert damage(last) == []
+    assert not saving(folder)
+
+
+@pytest.mark.skipif(not dist.is_gloo_available(), reason="this PyTorch was built without gloo")
 def test_from_two_ranks_to_one_and_back(data: Path, whole: Path, tmp_path: Path):
     """A run that begins on two, is stopped, goes on alone, is stopped again, and ends on two."""
     folder = tmp_path / "moved"
