@@ -55,44 +55,18 @@ class PrintedLoss(NamedTuple):
     loss: str
 
 
-def _losses(scale: str, column: dict[str, tuple[str, str]]) -> tuple[PrintedLoss, ...]:
-    return tuple(PrintedLoss(scale, residual, name, loss) for residual, (name, loss) in column.items())
-
-
-SIZE_SWEEP = (  # "Validation loss in the small-scale dense suite"
-    *_losses(
-        "0.1b",
-        {
-            "standard": ("Baseline", "3.577"),
-            "dar-block": ("DAR-Block", "3.504"),
-            "dar-full": ("DAR-Full", "3.515"),
-            "attnres-block": ("AttnRes-Block", "3.572"),
-            "attnres-full": ("AttnRes-Full", "3.541"),
-            "mhc-4": ("mHC-4", "3.531"),
-        },
-    ),
-    *_losses(
-        "0.3b",
-        {
-            "standard": ("Baseline", "2.866"),
-            "dar-block": ("DAR-Block", "2.803"),
-            "dar-full": ("DAR-Full", "2.804"),
-            "attnres-block": ("AttnRes-Block", "2.823"),
-            "attnres-full": ("AttnRes-Full", "2.827"),
-            "mhc-4": ("mHC-4", "2.844"),
-        },
-    ),
-    *_losses(
-        "0.5b",
-        {
-            "standard": ("Baseline", "2.796"),
-            "dar-block": ("DAR-Block", "2.674"),
-            "dar-full": ("DAR-Full", "2.653"),
-            "attnres-block": ("AttnRes-Block", "2.754"),
-            "attnres-full": ("AttnRes-Full", "2.708"),
-            "mhc-4": ("mHC-4", "2.764"),
-        },
-    ),
+_SWEPT = (  # method, at 0.1b, 0.3b and 0.5b
+    ("standard", "Baseline", ("3.577", "2.866", "2.796")),
+    ("dar-block", "DAR-Block", ("3.504", "2.803", "2.674")),
+    ("dar-full", "DAR-Full", ("3.515", "2.804", "2.653")),
+    ("attnres-block", "AttnRes-Block", ("3.572", "2.823", "2.754")),
+    ("attnres-full", "AttnRes-Full", ("3.541", "2.827", "2.708")),
+    ("mhc-4", "mHC-4", ("3.531", "2.844", "2.764")),
+)
+SIZE_SWEEP = tuple(  # "Validation loss in the small-scale dense suite"
+    PrintedLoss(scale, residual, name, losses[column])
+    for column, scale in enumerate(("0.1b", "0.3b", "0.5b"))
+    for residual, name, losses in _SWEPT
 )
 
 KV_ABLATION = (  # "Key–value retrieval ablations in the 0.5B Full setting under parameter-matched training"
