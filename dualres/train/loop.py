@@ -225,6 +225,7 @@ class Training:
 
     def _not_finite(self, what: str, value: float) -> str:
         first = self.step * self.config.train.global_batch
+        self.checkpoints.wait()  # the step before may still be on its way to the disk
         last = self.checkpoints.last()
         safe = f"the last good checkpoint is {last}" if last else "there is no checkpoint yet"
         return (

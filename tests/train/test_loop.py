@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from dualres.data.tokenizer import byte_tokenizer, train_bpe
 from dualres.model.decoder import Decoder, build_decoder
 from dualres.model.generate import generate
 from dualres.train import run
-from dualres.train.checkpoint import STATE
+from dualres.train.checkpoint import STATE, Checkpoints
 from dualres.train.errors import TrainError
 from dualres.train.load import load_run
 from dualres.train.log import SPEED, read_rows
@@ -159,8 +160,11 @@ def test_a_second_run_in_the_folder_is_refused(data: Path, tmp_path: Path):
     assert refusals == [f"another process trains in {folder}: wait for it, or use a new folder"]
 
 
-def test_a_loss_that_is_not_finite_stops_the_run(data: Path, tmp_path: Path):
+def test_a_loss_that_is_not_finite_stops_the_run(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     folder = tmp_path / "run"
+    begin = Checkpoints._begin
+    # A save that takes longer than a step, so that the bad step comes while the one before is being written.
+    monkeypatch.setattr(Checkpoints, "_begin", lambda self, partial: (time.sleep(0.5), begin(self, partial)))
     config = tiny_config(
         train__learning_rate=1e30, train__min_learning_rate=0, train__warmup_steps=20, train__checkpoint_every=1
     )
