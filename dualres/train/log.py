@@ -2,6 +2,7 @@
 
 import json
 import os
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from dualres.extras import need
 from dualres.files import write_text
 from dualres.train.errors import TrainError
 
-METRICS, SPEED, TENSORBOARD = "metrics.jsonl", "speed.jsonl", "tensorboard"
+METRICS, SPEED, TENSORBOARD, WANDB_ID = "metrics.jsonl", "speed.jsonl", "tensorboard", "wandb-id.txt"
 
 
 class Log:
@@ -93,4 +94,7 @@ def _row(line: str) -> dict[str, Any] | None:
 
 def _wandb(folder: Path, project: str) -> Any:
     wandb = need("wandb", "wandb", "logging to Weights & Biases")
-    return wandb.init(project=project, name=folder.name, dir=str(folder), id=folder.name, resume="allow")
+    name = folder / WANDB_ID  # of its own: folders of two places may have one name
+    if not name.exists():
+        write_text(name, uuid.uuid4().hex)
+    return wandb.init(project=project, name=folder.name, dir=str(folder), id=name.read_text(), resume="allow")

@@ -1,7 +1,7 @@
 """Rows of a run: cut at a resumption, shown by TensorBoard, and where they cannot be written."""
 
-import importlib.util
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -57,8 +57,24 @@ def test_rows_that_cannot_be_written(tmp_path: Path):
     assert [row["step"] for row in read_rows(tmp_path / METRICS)] == [1]
 
 
-def test_weights_and_biases_is_an_extra(tmp_path: Path):
-    if importlib.util.find_spec("wandb") is not None:
-        pytest.skip("it is installed here")
+def test_weights_and_biases_is_an_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'dualres\[wandb\]'"):
         Log(tmp_path, 0, wandb_project="p")
+
+
+def test_weights_and_biases_goes_on_with_a_resumed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    names = []
+    for step, folder in ((0, "a/run"), (1, "a/run"), (0, "b/run")):
+        path = tmp_path / folder
+        path.mkdir(parents=True, exist_ok=True)
+        log = Log(path, step, wandb_project="p")
+        log.metric(step + 1, loss=1.2345)
+        names.append(log.wandb.id)
+        log.close()
+    assert names[0] == names[1] != names[2]  # the same run after a stop, another in a folder of equal name
+    written = list((tmp_path / "a/run/wandb").glob("offline-run-*/*.wandb"))
+    assert len(written) == 2
+    assert all(b"1.2345" in file.read_bytes() for file in written)

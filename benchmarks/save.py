@@ -1,0 +1,97 @@
+"""Does training wait for a checkpoint? What a save costs a loop that waits for it, and this one, which does not.
+
+    python benchmarks/save.py                          # nano × standard
+    python benchmarks/save.py --scale micro --residual dar-block --rounds 5 --json
+
+A round is a step, a save that is waited for, and a save with the next step beside it. The pause is what `save` holds
+the loop up for: the copy of model and optimizer. On a CPU the step also shares its cores with the writing.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from dualres.experiment import load_config
+from dualres.table import table
+from dualres.train.build import build_engine
+from dualres.train.checkpoint import Checkpoints
+from dualres.train.world import World, join_world
+
+WARMUP = 3  # steps
+NAMES = "step", "save, waited for", "pause for a save", "step during a save", "cost of a save"
+
+
+def main() -> None:
+    """Measure, then print a table or JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--scale", default="nano")
+    parser.add_argument("--residual", default="standard")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--folder", type=Path, help="where to save (default: the temporary folder)")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    with join_world() as world, tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+        found = measure(arguments.scale, arguments.residual, arguments.rounds, Path(folder), world)
+    if arguments.json:
+        print(
+            json.dumps({"scale": arguments.scale, "residual": arguments.residual, "load": os.getloadavg()[0]} | found)
+        )
+        return
+    print(f"{arguments.scale} × {arguments.residual}, {torch.get_num_threads()} threads, load {os.getloadavg()[0]:.1f}")
+    rows = [
+        [name, *(f"{value:.1f}" for value in (statistics.median(values), min(values), max(values)))]
+        for name, values in found.items()
+    ]
+    print(table([f"milliseconds, {arguments.rounds} rounds", "median", "min", "max"], rows))
+
+
+def measure(scale: str, residual: str, rounds: int, folder: Path, world: World) -> dict[str, list[float]]:
+    """Milliseconds of each kind, by name."""
+    config = load_config(scale, residual)
+    train, model = config.train, config.model
+    engine = build_engine(config, world, end_of_text=0)
+    checkpoints = Checkpoints(folder, world, keep=1, say=print)
+    sequences = torch.randint(model.vocab_size, (train.micro_batch, model.context + 1))
+
+    def step() -> None:
+        engine.accumulate(sequences, 1.0, True)
+        engine.update(train.learning_rate, train.clip)
+        if world.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def save() -> None:
+        checkpoints.save(0, engine.tensors(), {"best_step": 0})
+
+    def save_and_wait() -> None:
+        save()
+        checkpoints.wait()
+
+    for _ in range(WARMUP):
+        step()
+    found: dict[str, list[float]] = {name: [] for name in NAMES}
+    for _ in range(rounds):
+        quiet, waited, pause, during = (milliseconds(work) for work in (step, save_and_wait, save, step))
+        checkpoints.wait()
+        if checkpoints.failure:
+            raise SystemExit(checkpoints.failure)
+        for name, value in zip(NAMES, (quiet, waited, pause, during, pause + during - quiet), strict=True):
+            found[name].append(value)
+    return found
+
+
+def milliseconds(work: Callable[[], None]) -> float:
+    """How long it takes."""
+    began = time.perf_counter()
+    work()
+    return 1e3 * (time.perf_counter() - began)
+
+
+if __name__ == "__main__":
+    main()
