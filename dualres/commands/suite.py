@@ -9,10 +9,10 @@ from dualres import paper
 from dualres.commands import arguments
 from dualres.commands.train import DEFAULT_DATA, ensure_default_data
 from dualres.config import ConfigError
-from dualres.experiment import names, short_name
+from dualres.experiment import load_config, names, short_name
 from dualres.files import write_json, write_text
 from dualres.suite import compare, matrix, picture
-from dualres.suite.matrix import BASE, Plan
+from dualres.suite.matrix import BASE, Matrix
 from dualres.table import table
 
 PRESETS = {"size-sweep": paper.SIZE_SWEEP, "kv-ablation": paper.KV_ABLATION}
@@ -31,7 +31,8 @@ def add(commands: Any) -> None:
         "interruption, and prints the table of finished runs without running them again.",
         f"{arguments.known()}"
         "presets:    size-sweep, kv-ablation: the paper's two loss tables, its numbers beside ours\n"
-        f"{arguments.OVERRIDES}\n"
+        "overrides:  --set KEY=VALUE, as often as needed, for all runs: --set train.tokens=1e7 --set model.layers=12\n"
+        "            a method's own keys belong into a residual file; docs/configuration.md lists every key\n\n"
         "examples:\n"
         "  dualres suite nano --residuals standard,attnres-block,dar-block --seeds 0,1,2\n"
         "  dualres suite nano --residuals standard,dar-block --learning-rates 1e-3,3e-3,6e-3\n"
@@ -41,7 +42,7 @@ def add(commands: Any) -> None:
     )
     sub.add_argument("scale", metavar="SCALE", help="a scale by name or path, or a preset")
     sub.add_argument("--residuals", metavar="A,B", help="names or paths of residuals (default: all that ship)")
-    sub.add_argument("--seeds", metavar="N,N", help="default: the scale's one seed, 42")
+    sub.add_argument("--seeds", metavar="N,N", help="default: the scale's train.seed, 42")
     sub.add_argument("--learning-rates", metavar="X,X", help="run each method at each; the table has its best")
     sub.add_argument("--at", dest="stand_in", metavar="SCALE", help="run a preset at this scale instead of the paper's")
     sub.add_argument("--data", metavar="D", type=Path, default=DEFAULT_DATA, help=f"prepared data ({DEFAULT_DATA})")
@@ -54,63 +55,84 @@ def add(commands: Any) -> None:
 
 
 def _suite(given: argparse.Namespace) -> int:
-    plan = plan_of(given)
-    matrix.check(plan)
+    asked = matrix_of(given)
+    matrix.check(asked)
     failed = []
     if not given.table:
         ensure_default_data(given.data)
-        plan.out.mkdir(parents=True, exist_ok=True)
-        failed = matrix.run_all(plan, lambda text: print(text, file=sys.stderr, flush=True))
-    found = matrix.results(plan)
-    if found or given.scale in PRESETS:
-        print(_report(given, plan, found))
-    else:
-        print(f"dualres: no run of this suite is finished in {plan.out}", file=sys.stderr)
-    return 1 if failed or not (found or given.table) else 0
+        matrix.check_start(asked)
+        asked.out.mkdir(parents=True, exist_ok=True)
+        failed = matrix.run_all(asked, _say)
+    found = matrix.results(asked)
+    texts = _tables(given, found)
+    if texts:
+        print("\n\n".join(texts))
+    if found and not given.table:
+        print(f"\nwritten: {', '.join(str(file) for file in _write(asked, found, texts))}")
+    if not found:
+        _say(f"dualres: no run of this suite is finished in {asked.out}")
+    if failed:
+        runs = ", ".join(cell.name for cell in failed)
+        _say(f"dualres: {len(failed)} of {len(asked.cells)} runs failed: {runs}. The same command tries them again")
+    return 1 if failed or not texts else 0
 
 
-def plan_of(given: argparse.Namespace) -> Plan:
+def matrix_of(given: argparse.Namespace) -> Matrix:
     """The runs that the arguments ask for."""
-    seeds = _list(given.seeds, int, "--seeds") or [42]
-    rates: list[float | None] = [*_list(given.learning_rates, float, "--learning-rates")] or [None]
+    if given.processes < 1:
+        raise ConfigError(f"--processes {given.processes} is not positive: use 1 or more")
+    seeds = _list(given.seeds, int, "--seeds", "0,1,2")
+    rates: list[float | None] = [*_list(given.learning_rates, float, "--learning-rates", "1e-3,3e-3")] or [None]
     out = given.out or Path("suites") / short_name(given.scale)
     if given.scale in PRESETS:
         if given.residuals:
             raise ConfigError(f"--residuals with the preset {given.scale}: leave it out, or name a scale")
-        pairs = dict.fromkeys((given.stand_in or cell.scale, cell.residual) for cell in PRESETS[given.scale])
-        found = [cell for scale, residual in pairs for cell in matrix.cells(scale, [residual], seeds, rates)]
+        pairs = [*dict.fromkeys((given.stand_in or cell.scale, cell.residual) for cell in PRESETS[given.scale])]
     else:
         if given.stand_in:
             raise ConfigError(f"--at {given.stand_in} is for presets: give the scale itself")
-        residuals = _list(given.residuals, str, "--residuals") or names("residual")
-        found = [*matrix.cells(given.scale, residuals, seeds, rates)]
-    return Plan(tuple(found), given.data, out, tuple(given.set), given.processes, given.device)
+        residuals = _list(given.residuals, str, "--residuals", "standard,dar-block") or names("residual")
+        pairs = [(given.scale, residual) for residual in residuals]
+    seeds = seeds or [load_config(*pairs[0], given.set).train.seed]
+    return Matrix(matrix.cells(pairs, seeds, rates), given.data, out, tuple(given.set), given.processes, given.device)
 
 
-def _report(given: argparse.Namespace, plan: Plan, found: list[matrix.Result]) -> str:
-    """Print-out of the tables, which are also written to the suite's folder with the picture."""
+def _tables(given: argparse.Namespace, found: list[matrix.Result]) -> list[str]:
+    """The methods, the rates of a sweep, and the paper's table of a preset."""
     rows = compare.compare(found)
-    parts = [compare.as_text(rows)] if rows else []
+    texts = [compare.as_text(rows)] if rows else []
     if given.learning_rates and rows:
         lines = [[scale, method, f"{rate:g}", loss.text()] for scale, method, rate, loss in compare.sweep(found)]
-        parts.append(table(["scale", "method", "rate", "validation loss"], lines))
+        texts.append(table(["scale", "method", "rate", "validation loss"], lines))
     if given.scale in PRESETS:
         printed = PRESETS[given.scale]
         scales = {cell.scale: given.stand_in for cell in printed} if given.stand_in else {}
-        parts.append(compare.paper_table(printed, rows, scales))
-    if found:
-        pictures = picture.draw(found, plan.out / CURVES)
-        write_text(plan.out / TABLE, "\n\n".join(parts) + "\n")
-        runs = [{**result.cell._asdict(), **result.summary} for result in found]
-        settings = {"data": str(plan.data), "overrides": plan.overrides, "base": BASE}
-        write_json(plan.out / RESULTS, {**settings, "rows": compare.as_data(rows), "runs": runs})
-        parts.append(f"written: {plan.out / TABLE}, {RESULTS}, {', '.join(file.name for file in pictures)}")
-    return "\n\n".join(parts)
+        texts.append(compare.paper_table(printed, rows, scales))
+    return texts
 
 
-def _list(text: str | None, kind: Any, option: str) -> list[Any]:
-    """'a,b' as values."""
+def _write(asked: Matrix, found: list[matrix.Result], texts: list[str]) -> list[Path]:
+    """Tables, numbers and picture, into the suite's folder."""
+    write_text(asked.out / TABLE, "\n\n".join(texts) + "\n")
+    runs = [{**result.cell._asdict(), **result.summary} for result in found]
+    settings = {"data": str(asked.data), "overrides": asked.overrides, "base": BASE}
+    write_json(asked.out / RESULTS, {**settings, "rows": compare.as_data(compare.compare(found)), "runs": runs})
+    return [asked.out / TABLE, asked.out / RESULTS, *picture.draw(found, asked.out / CURVES)]
+
+
+def _list(text: str | None, kind: Any, option: str, example: str) -> list[Any]:
+    """'a,b' as values, each once."""
+    if text is None:
+        return []
     try:
-        return [kind(part) for part in text.split(",") if part] if text else []
+        values = [kind(part) for part in text.split(",") if part]
     except ValueError:
-        raise ConfigError(f"{option} {text} is not a list of numbers: write 0,1,2") from None
+        raise ConfigError(f"{option} {text} is not a list of numbers: write {example}") from None
+    if not values or len(set(values)) < len(values):
+        what = "has a value twice" if values else "is empty"
+        raise ConfigError(f"{option} {text} {what}: write {example}")
+    return values
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -115,7 +115,7 @@ def ensure_default_data(data: Path) -> None:
     """Prepare the default source where nothing else was asked for and it is not there yet."""
     if data == DEFAULT_DATA and not (data / INDEX).exists():
         Progress().say(f"preparing {PYTHON}, the standard library's text, in {data} (once)")
-        prepare_with_progress(Settings(PYTHON, "bpe:4096", held_out=0.05), data)
+        prepare_with_progress(Settings(PYTHON, "bpe:4096"), data)
 
 
 def introduce(config: Config, given: argparse.Namespace, out: Path, world: World, progress: Progress) -> None:

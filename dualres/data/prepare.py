@@ -34,7 +34,7 @@ class Settings:
     subset: str | None = None
     split: str = "train"
     end_of_text: str | None = None
-    held_out: float = 0.02  # share of the documents, chosen by a hash of their text
+    held_out: float = 0.05  # share of the documents, chosen by a hash of their text
     shard_tokens: int = 100_000_000
 
     def __post_init__(self) -> None:

@@ -8,6 +8,8 @@ from dualres.suite.matrix import BASE, Result
 from dualres.suite.statistics import Estimate, estimate, paired_difference
 from dualres.table import table
 
+MEANS = "engine", "processes", "device", "threads"  # of a run, in its summary
+
 
 class Row(NamedTuple):
     """One method at one scale, over its seeds."""
@@ -22,26 +24,20 @@ class Row(NamedTuple):
 
 
 def compare(found: Sequence[Result]) -> list[Row]:
-    """Rows in the order of the suite; of a learning-rate sweep, each method at its best rate."""
-    groups: dict[tuple[str, str, float | None], list[Result]] = {}
-    for result in found:
-        key = (result.cell.scale, result.cell.method, result.cell.learning_rate)
-        groups.setdefault(key, []).append(result)
-    best: dict[tuple[str, str], list[Result]] = {}
-    for (scale, method, _), group in groups.items():
-        rival = best.get((scale, method))
-        if rival is None or _mean_loss(group) < _mean_loss(rival):
-            best[scale, method] = group
+    """Rows in the order of the suite; of a learning-rate sweep, each method at its best rate.
+
+    The best has the lowest mean of those with the most seeds: where a seed failed, the others may be the lucky ones.
+    """
+    rates: dict[tuple[str, str], list[list[Result]]] = {}
+    for (scale, method, _), group in _by_rate(found).items():
+        rates.setdefault((scale, method), []).append(group)
+    best = {key: min(groups, key=lambda group: (-len(group), _loss(group).mean)) for key, groups in rates.items()}
     return [_row(scale, method, group, best.get((scale, BASE))) for (scale, method), group in best.items()]
 
 
 def sweep(found: Sequence[Result]) -> list[tuple[str, str, float | None, Estimate]]:
     """Every learning rate of every method: scale, method, rate, validation loss."""
-    groups: dict[tuple[str, str, float | None], list[float]] = {}
-    for result in found:
-        key = (result.cell.scale, result.cell.method, result.cell.learning_rate)
-        groups.setdefault(key, []).append(result.summary["validation_loss"])
-    return [(*key, estimate(losses)) for key, losses in groups.items()]
+    return [(*key, _loss(group)) for key, group in _by_rate(found).items()]
 
 
 def as_text(rows: Sequence[Row]) -> str:
@@ -52,10 +48,18 @@ def as_text(rows: Sequence[Row]) -> str:
     for row in rows:
         rate = [f"{row.learning_rate:g}"] if swept and row.learning_rate is not None else []
         difference = "" if row.method == BASE or row.difference is None else row.difference.text(sign="+")
+        if row.method != BASE and row.difference is not None and row.difference.seeds < row.loss.seeds:
+            difference += f" ({row.difference.seeds} of the seeds)"
         ratios = ["" if ratio is None else f"{ratio:.2f}×" for ratio in (row.speed, row.memory)]
         lines.append([row.scale, row.method, *rate, row.loss.seeds, row.loss.text(), difference, *ratios])
-    note = "Intervals are 95% over seeds; one seed has none. Speed and memory are of runs one after the other."
-    return f"{table([*header, 'tokens/s', 'peak memory'], lines)}\n{note}"
+    notes = ["Intervals are 95% over seeds; one seed has none."]
+    if any(row.speed is not None for row in rows):
+        notes.append("Speed and memory are of runs one after the other.")
+    if swept:
+        notes.append("The rates were chosen by this same loss.")
+    if missing := sorted({row.scale for row in rows} - {row.scale for row in rows if row.method == BASE}):
+        notes.append(f"No run of {BASE} at {', '.join(missing)} to compare with.")
+    return f"{table([*header, 'tokens/s', 'peak memory'], lines)}\n{' '.join(notes)}"
 
 
 def paper_table(printed: Sequence[PrintedLoss], rows: Sequence[Row], scales: dict[str, str]) -> str:
@@ -66,7 +70,7 @@ def paper_table(printed: Sequence[PrintedLoss], rows: Sequence[Row], scales: dic
         scale = scales.get(cell.scale, cell.scale)
         loss = ours.get((scale, cell.residual))
         lines.append([cell.name, cell.scale, cell.loss, scale, "not run" if loss is None else loss.text()])
-    header = ["method", "paper's scale", "paper's loss", "our scale", "our validation loss"]
+    header = ["method", "scale", "paper's loss", "run at", "our validation loss"]
     return table(header, lines)
 
 
@@ -86,16 +90,28 @@ def _row(scale: str, method: str, group: Sequence[Result], base: Sequence[Result
     losses = {result.cell.seed: result.summary["validation_loss"] for result in group}
     rate = group[0].cell.learning_rate
     if base is None:
-        return Row(scale, method, rate, estimate(list(losses.values())), None, None, None)
+        return Row(scale, method, rate, _loss(group), None, None, None)
     difference = paired_difference(losses, {result.cell.seed: result.summary["validation_loss"] for result in base})
     ratios = [_ratio(group, base, key) for key in ("tokens_per_second", "peak_memory")]
-    return Row(scale, method, rate, estimate(list(losses.values())), difference, *ratios)
+    return Row(scale, method, rate, _loss(group), difference, *ratios)
 
 
 def _ratio(group: Sequence[Result], base: Sequence[Result], key: str) -> float | None:
+    """Of means; none where the runs had other means: one process against two says nothing of the methods."""
+    if len({tuple(result.summary.get(name) for name in MEANS) for result in (*group, *base)}) > 1:
+        return None
     ours, theirs = ([r.summary[key] for r in results if r.summary[key]] for results in (group, base))
     return (sum(ours) / len(ours)) / (sum(theirs) / len(theirs)) if ours and theirs else None
 
 
-def _mean_loss(group: Sequence[Result]) -> float:
-    return estimate([result.summary["validation_loss"] for result in group]).mean
+def _by_rate(found: Sequence[Result]) -> dict[tuple[str, str, float | None], list[Result]]:
+    """The seeds of every scale, method and learning rate."""
+    groups: dict[tuple[str, str, float | None], list[Result]] = {}
+    for result in found:
+        key = (result.cell.scale, result.cell.method, result.cell.learning_rate)
+        groups.setdefault(key, []).append(result)
+    return groups
+
+
+def _loss(group: Sequence[Result]) -> Estimate:
+    return estimate([result.summary["validation_loss"] for result in group])

@@ -1,18 +1,22 @@
 """The runs of a suite: every scale, method, learning rate and seed with the same data order and budget."""
 
-import json
+import signal
 import subprocess
 import sys
+import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dualres.config import Config
+from dualres.config import Config, ConfigError
+from dualres.data.shards import read_index
 from dualres.experiment import load_config, short_name
-from dualres.train.errors import TrainError
+from dualres.model.decoder import build_decoder
+from dualres.train.build import engine_name
 from dualres.train.log import METRICS, read_rows
-from dualres.train.run import CONFIG, SUMMARY, check_same
+from dualres.train.loop import check_batch, check_vocabulary
+from dualres.train.run import CONFIG, SUMMARY, check_data, check_same, read_summary
 
 BASE = "standard"  # what the others are compared with
 
@@ -44,7 +48,7 @@ class Cell(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class Matrix:
     """What a suite runs and where."""
 
     cells: tuple[Cell, ...]
@@ -69,66 +73,92 @@ class Result(NamedTuple):
 
 
 def cells(
-    scale: str,
-    residuals: Sequence[str],
-    seeds: Sequence[int],
-    rates: Sequence[float | None] = (None,),
+    pairs: Sequence[tuple[str, str]], seeds: Sequence[int], rates: Sequence[float | None] = (None,)
 ) -> tuple[Cell, ...]:
-    """All of them, seed by seed, so that an early look compares like with like."""
-    return tuple(Cell(scale, residual, seed, rate) for seed in seeds for rate in rates for residual in residuals)
+    """Every (scale, residual) with every seed and rate, seed by seed: of an early look, the first seed is whole."""
+    return tuple(Cell(scale, residual, seed, rate) for seed in seeds for rate in rates for scale, residual in pairs)
 
 
-def check(plan: Plan) -> None:
-    """Refuse before the first run what would fail in a later one."""
-    names = [cell.name for cell in plan.cells]
+def check(matrix: Matrix) -> None:
+    """Refuse configs that differ from those of finished runs, and runs that would share a folder."""
+    names = [cell.name for cell in matrix.cells]
     for name in names:
         if names.count(name) > 1:
-            raise TrainError(f"two runs of the suite are called {name}: give residual files of different names, once")
-    for cell in plan.cells:
-        config = plan.config(cell)
-        folder = plan.out / cell.name
+            raise ConfigError(f"two runs of the suite are called {name}: give files of different names, each once")
+    for cell in matrix.cells:
+        config = matrix.config(cell)
+        if (matrix.out / cell.name / CONFIG).exists():
+            check_same(matrix.out / cell.name, config)
+
+
+def check_start(matrix: Matrix) -> None:
+    """Refuse before the first run what would stop a later one."""
+    index = read_index(matrix.data)
+    for cell in matrix.cells:
+        config, folder = matrix.config(cell), matrix.out / cell.name
+        check_batch(config, matrix.processes)
+        engine_name(config, matrix.processes)
+        check_vocabulary(config, matrix.data, index)
+        try:
+            build_decoder(config.model, config.residual, device="meta")
+        except ConfigError as error:
+            raise ConfigError(f"{cell.name}: {error}") from None
         if (folder / CONFIG).exists():
-            check_same(folder, config)
+            check_data(folder, matrix.data, index)
 
 
-def run_all(plan: Plan, say: Callable[[str], None]) -> list[Cell]:
+def run_all(matrix: Matrix, say: Callable[[str], None]) -> list[Cell]:
     """Run what is not finished yet, one after the other, each in a process of its own. -> those that failed"""
     failed = []
-    for number, cell in enumerate(plan.cells, start=1):
-        folder = plan.out / cell.name
-        title = f"run {number}/{len(plan.cells)}  {cell.name}"
+    for number, cell in enumerate(matrix.cells, start=1):
+        folder = matrix.out / cell.name
+        title = f"run {number}/{len(matrix.cells)}  {cell.name}"
         if (folder / SUMMARY).exists():
             say(f"{title}: finished before")
             continue
         say(title)
-        code = _run(plan, cell, folder)
+        code = _run(matrix, cell, folder)
         if code != 0:
             failed.append(cell)
-            say(f"{cell.name} failed with exit code {code}; its message stands above, the others go on")
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
+            say(f"{cell.name} {how}; the others go on")
         elif not (folder / SUMMARY).exists():
             raise KeyboardInterrupt  # it was asked to stop, and has saved
     return failed
 
 
-def results(plan: Plan) -> list[Result]:
+def results(matrix: Matrix) -> list[Result]:
     """Those that are finished."""
-    there = [cell for cell in plan.cells if (plan.out / cell.name / SUMMARY).exists()]
-    return [_result(cell, plan.out / cell.name) for cell in there]
+    there = [cell for cell in matrix.cells if (matrix.out / cell.name / SUMMARY).exists()]
+    return [_result(cell, matrix.out / cell.name) for cell in there]
 
 
-def _run(plan: Plan, cell: Cell, folder: Path) -> int:
-    many = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={plan.processes}"]
-    command = [sys.executable, *(many if plan.processes > 1 else []), "-m", "dualres", "train"]
-    command += [cell.scale, cell.residual, "--data", str(plan.data), "--out", str(folder)]
-    command += ["--device", plan.device] if plan.device else []
-    for override in (*plan.overrides, *cell.overrides()):
+def _run(matrix: Matrix, cell: Cell, folder: Path) -> int:
+    many = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={matrix.processes}"]
+    command = [sys.executable, *(many if matrix.processes > 1 else []), "-m", "dualres", "train"]
+    command += [cell.scale, cell.residual, "--data", str(matrix.data), "--out", str(folder)]
+    command += ["--device", matrix.device] if matrix.device else []
+    for override in (*matrix.overrides, *cell.overrides()):
         command += ["--set", override]
     process = subprocess.Popen(command)
+    stopped = False
+
+    def stop(number: int, frame: types.FrameType | None) -> None:
+        nonlocal stopped
+        stopped = True
+        process.terminate()
+
+    before = signal.signal(signal.SIGTERM, stop)
     try:
-        return process.wait()
+        code = process.wait()
     except KeyboardInterrupt:  # Ctrl-C reaches the run too: let it save
         process.wait()
         raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    if stopped:
+        raise KeyboardInterrupt
+    return code
 
 
 def _result(cell: Cell, folder: Path) -> Result:
@@ -136,4 +166,4 @@ def _result(cell: Cell, folder: Path) -> Result:
     tokens = {row["step"]: row["tokens"] for row in rows if "tokens" in row}
     curve = tuple((row["tokens"], row["loss"]) for row in rows if "loss" in row)
     validation = tuple((tokens[row["step"]], row["validation_loss"]) for row in rows if "validation_loss" in row)
-    return Result(cell, json.loads((folder / SUMMARY).read_text(encoding="utf-8")), curve, validation)
+    return Result(cell, read_summary(folder), curve, validation)

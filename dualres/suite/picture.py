@@ -23,11 +23,15 @@ def draw(found: Sequence[Result], path: Path) -> list[Path]:
     scales = list(dict.fromkeys(result.cell.scale for result in found))
     figure, axes = pyplot.subplots(1, len(scales), figsize=(6.4 * len(scales), 4.2), squeeze=False)
     for axis, scale in zip(axes[0], scales, strict=True):
+        ends: list[float] = []  # losses after the first steep fall, for the axis
         methods = list(dict.fromkeys(_label(r) for r in found if r.cell.scale == scale))
         for number, method in enumerate(methods):
             group = [r for r in found if r.cell.scale == scale and _label(r) == method]
             colour, style = COLOURS[number % len(COLOURS)], STYLES[number // len(COLOURS) % len(STYLES)]
             tokens, curves = smoothed(group)
+            late = len(tokens) // 5
+            ends += [curves[:, late:].min(), curves[:, late:].max()]
+            ends += [loss for result in group for count, loss in result.validation if count >= tokens[late]]
             axis.plot(tokens, curves.mean(0), style, color=colour, label=method, linewidth=1.4)
             axis.fill_between(tokens, curves.min(0), curves.max(0), color=colour, alpha=0.15, linewidth=0)
             for result in group:
@@ -35,7 +39,8 @@ def draw(found: Sequence[Result], path: Path) -> list[Path]:
         axis.set_title(f"{scale}: training loss (line, range over seeds) and validation loss (points)", fontsize=9)
         axis.set_xlabel("tokens")
         axis.set_ylabel("loss in nats per token")
-        axis.set_ylim(*_limits([r for r in found if r.cell.scale == scale]))
+        room = 0.05 * (max(ends) - min(ends)) + 1e-3
+        axis.set_ylim(min(ends) - room, max(ends) + room)
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8)
     figure.tight_layout()
@@ -59,10 +64,3 @@ def smoothed(group: Sequence[Result]) -> tuple[np.ndarray, np.ndarray]:
 def _label(result: Result) -> str:
     rate = result.cell.learning_rate
     return result.cell.method if rate is None else f"{result.cell.method}, {rate:g}"
-
-
-def _limits(found: Sequence[Result]) -> tuple[float, float]:
-    """From the lowest loss to where curves have left the first steep fall."""
-    ends = [loss for result in found for _, loss in (*result.validation, *result.curve[len(result.curve) // 5 :])]
-    room = 0.05 * (max(ends) - min(ends)) + 1e-3
-    return min(ends) - room, max(ends) + room

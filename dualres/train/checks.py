@@ -168,12 +168,8 @@ def _run_folder(config: Config, places: Places, index: Index | None) -> Check:
             raise TrainError(f"{out} has checkpoints and no {run.CONFIG}: restore that file, or use a new folder")
         return Check("run folder", "ok", f"{out} is new")
     run.check_same(out, config)
-    before = run.read_description(out)["data"]
-    if index is not None and before["content"] != index.content:
-        raise TrainError(
-            f"{out} holds a run on other data ({before['folder']}, now {places.data}): use the data it began with, or "
-            "a new folder"
-        )
+    if index is not None:
+        run.check_data(out, places.data, index)
     if (out / run.LOCK).exists():
         with run.locked(out):
             pass  # no one trains there

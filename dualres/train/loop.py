@@ -107,10 +107,10 @@ class Training:
         self.speed.start()
         totals = self._accumulate(asked)
         if not math.isfinite(totals.loss):
-            raise TrainError(self._not_finite("loss", totals.loss))
+            raise TrainError(self._not_finite("loss", totals.loss, step))
         norm = self.engine.update(rate, train.clip)
         if not math.isfinite(norm):
-            raise TrainError(self._not_finite("gradient norm", norm))
+            raise TrainError(self._not_finite("gradient norm", norm, step))
         self.speed.stop()
         self.step = step
         self._record(totals, norm, rate)
@@ -155,7 +155,10 @@ class Training:
 
     def _validate(self) -> bool:
         """The loss on the held-out tokens. -> whether it is the best so far"""
-        loss = self.validation_loss = validate(self.engine, self.held_out, self.config, self.world)
+        loss = validate(self.engine, self.held_out, self.config, self.world)
+        if not math.isfinite(loss):
+            raise TrainError(self._not_finite("validation loss", loss, self.step))
+        self.validation_loss = loss
         improved = loss < self.best_loss
         if improved:
             self.best_loss, self.best_step = loss, self.step
@@ -223,15 +226,14 @@ class Training:
         }
         write_json(before, summary)
 
-    def _not_finite(self, what: str, value: float) -> str:
-        first = self.step * self.config.train.global_batch
+    def _not_finite(self, what: str, value: float, step: int) -> str:
+        batch, seed = self.config.train.global_batch, self.config.train.seed
         self.checkpoints.wait()  # the step before may still be on its way to the disk
         last = self.checkpoints.last()
         safe = f"the last good checkpoint is {last}" if last else "there is no checkpoint yet"
         return (
-            f"the {what} is {value} at step {self.step + 1} (sequences {first} to "
-            f"{first + self.config.train.global_batch - 1} of seed {self.config.train.seed}); nothing was saved of it, "
-            f"{safe}. Lower train.learning_rate, or look at these sequences"
+            f"the {what} is {value} at step {step} (sequences {(step - 1) * batch} to {step * batch - 1} of seed "
+            f"{seed}); nothing was saved of it, {safe}. Lower train.learning_rate, or look at these sequences"
         )
 
 

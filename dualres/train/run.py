@@ -14,7 +14,7 @@ import dataclasses
 import fcntl
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from dualres.version import VERSION
 
 CONFIG, SUMMARY, CHECKPOINTS, LOCK = "config.json", "summary.json", "checkpoints", "lock"
 # What may change between an interruption and its resumption: how the work is done, not what is computed.
-MAY_CHANGE = {
+MAY_CHANGE: Set[str] = {
     "train.micro_batch",
     "train.compile",
     "train.recompute",
@@ -42,31 +42,34 @@ MAY_CHANGE = {
 
 def open_run(folder: Path, config: Config, data: Path, index: Index) -> None:
     """Begin a run in `folder`, or take one up: refused where it has another experiment or other data."""
-    described: dict[str, Any] = {
-        "dualres": VERSION,
-        "config": _as_data(config),
-        "data": {"folder": str(data), "content": index.content, "end_of_text": index.end_of_text},
-    }
     path = folder / CONFIG
     if path.exists():
         check_same(folder, config)
-        before = read_description(folder)
-        if before["data"]["content"] != described["data"]["content"]:
-            raise TrainError(
-                f"{folder} holds a run on other data ({before['data']['folder']}, now {data}): use the data it began "
-                "with, or a new folder"
-            )
+        check_data(folder, data, index)
     elif (folder / CHECKPOINTS).exists():
         raise TrainError(f"{folder} has checkpoints and no {CONFIG}: restore that file, or use a new folder")
     partial = partial_of(folder / TOKENIZER)
     shutil.copyfile(data / TOKENIZER, partial)
     partial.replace(folder / TOKENIZER)
-    write_json(path, described)
+    used = {"folder": str(data), "content": index.content, "end_of_text": index.end_of_text}
+    write_json(path, {"dualres": VERSION, "config": _as_data(config), "data": used})
+
+
+def check_data(folder: Path, data: Path, index: Index) -> None:
+    """Refuse other data than those of the run that `folder` holds, wherever they lie now."""
+    before = read_description(folder)["data"]
+    if before["content"] != index.content:
+        raise TrainError(
+            f"{folder} holds a run on other data ({before['folder']}, now {data}): use the data it began with, or a "
+            "new folder"
+        )
 
 
 def check_same(folder: Path, config: Config) -> None:
     """Refuse a config that computes something else than the run that `folder` holds."""
-    changed = _differences(read_description(folder)["config"], _as_data(config))
+    # Routers balance each micro-batch, so its size is part of what a sparse model learns.
+    free = MAY_CHANGE if config.model.moe is None else MAY_CHANGE - {"train.micro_batch"}
+    changed = _differences(read_description(folder)["config"], _as_data(config), free)
     if changed:
         what = ", ".join(f"{key} {was!r} → {now!r}" for key, was, now in changed)
         raise TrainError(f"{folder} holds a run with another config ({what}): use that config, or a new folder")
@@ -84,6 +87,17 @@ def read_description(folder: Path) -> dict[str, Any]:
     except (ValueError, AttributeError) as error:
         raise TrainError(f"{path} cannot be read ({error}): restore it, or train into a new folder") from None
     return described
+
+
+def read_summary(folder: Path) -> dict[str, Any]:
+    """What a finished run says of itself."""
+    path = folder / SUMMARY
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise TrainError(
+            f"{path} cannot be read ({error}): remove it and give the run's command again, which writes it anew"
+        ) from None
 
 
 def read_config(folder: Path) -> Config:
@@ -108,11 +122,11 @@ def locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def _differences(before: Any, now: Any, where: str = "") -> list[tuple[str, Any, Any]]:
-    """(key, then, now) of every value that differs and may not."""
+def _differences(before: Any, now: Any, free: Set[str], where: str = "") -> list[tuple[str, Any, Any]]:
+    """(key, then, now) of every value that differs and is not free to."""
     if isinstance(before, dict) and isinstance(now, dict):
         keys = list(dict.fromkeys([*before, *now]))
-        inside = (_differences(before.get(key), now.get(key), f"{where}.{key}".lstrip(".")) for key in keys)
+        inside = (_differences(before.get(key), now.get(key), free, f"{where}.{key}".lstrip(".")) for key in keys)
         return [difference for differences in inside for difference in differences]
-    free = where in MAY_CHANGE or where.startswith("train.parallel.")
-    return [] if before == now or free else [(where, before, now)]
+    same = before == now or where in free or where.startswith("train.parallel.")
+    return [] if same else [(where, before, now)]

@@ -1,6 +1,7 @@
 """A real suite of tiny runs: table, picture, presets, resumption."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 from dualres.cli import main
 from dualres.paper import KV_ABLATION, SIZE_SWEEP
 from dualres.suite import compare
-from dualres.suite.matrix import Cell, Plan, Result, cells, results
+from dualres.suite.matrix import Cell, Matrix, Result, cells, results
 from dualres.train.run import SUMMARY
 from tests.train.tiny import ROOT, metrics, overrides, tiny_data
 
@@ -84,7 +85,65 @@ def test_another_budget_in_the_same_folder_is_refused(suite: Path, data: Path, c
     assert "train.learning_rate 0.003 → 0.001" in capsys.readouterr().err
 
 
-def test_an_interrupted_suite_goes_on(data: Path, tmp_path: Path):
+def test_other_data_in_the_same_folder_are_refused(suite: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    other = tiny_data(tmp_path, topics=50)
+    given = arguments(other, suite)
+    assert main(["suite", "nano", "--residuals", "standard,attnres-block", "--seeds", "0", *given]) == 1
+    assert "holds a run on other data" in capsys.readouterr().err
+    assert not (suite / "nano-attnres-block-seed0").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "changes", "code", "says"),
+    [
+        (["--seeds", "0,0"], {}, 2, "--seeds 0,0 has a value twice: write 0,1,2"),
+        (["--seeds", "a"], {}, 2, "--seeds a is not a list of numbers: write 0,1,2"),
+        (["--learning-rates", "0.001,1e-3"], {}, 2, "has a value twice: write 1e-3,3e-3"),
+        (["--residuals", ","], {}, 2, "--residuals , is empty"),
+        (["--residuals", "standard,standard"], {}, 2, "has a value twice"),
+        (["--residuals", "standard,darblock"], {}, 2, "darblock"),
+        (["--processes", "0"], {}, 2, "--processes 0 is not positive"),
+        (["--processes", "3"], {}, 1, "train.global_batch=4 does not cut into micro-batches"),
+        (["--residuals", "dar-block,standard"], {"residual__sets": "branch"}, 2, "sets"),
+        ([], {"model__vocab_size": 100}, 1, "the tokenizer has 257 entries"),
+        (["--data", "nowhere"], {}, 2, "nowhere has no index.json"),
+    ],
+)
+def test_what_is_refused_before_the_first_run(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], given, changes, code, says
+):
+    out = tmp_path / "suite"
+    assert main(["suite", "nano", *arguments(data, out, *given, **changes)]) == code
+    assert says in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_the_seed_of_the_config(data: Path, tmp_path: Path):
+    given = arguments(data, tmp_path, "--residuals", "standard", train__seed=9)
+    assert main(["suite", "nano", *given]) == 0
+    assert (tmp_path / "nano-standard-seed9" / SUMMARY).exists()
+
+
+def test_a_look_changes_nothing(suite: Path, data: Path, capsys: pytest.CaptureFixture[str]):
+    before = {path: path.stat().st_mtime_ns for path in suite.rglob("*")}
+    given = arguments(data, suite, "--table")
+    assert main(["suite", "nano", "--residuals", "dar-block", "--seeds", "0", *given]) == 0
+    assert "dar-block" in capsys.readouterr().out
+    assert {path: path.stat().st_mtime_ns for path in suite.rglob("*")} == before
+    assert main(["suite", "nano", "--residuals", "dar-full", "--seeds", "0", *given]) == 1
+    assert f"no run of this suite is finished in {suite}" in capsys.readouterr().err
+
+
+def test_a_damaged_summary(suite: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    copy = shutil.copytree(suite, tmp_path / "copy")
+    (copy / "nano-standard-seed0" / SUMMARY).write_text("{")
+    given = arguments(data, copy, "--table")
+    assert main(["suite", "nano", "--residuals", "standard", "--seeds", "0", *given]) == 1
+    assert f"{copy / 'nano-standard-seed0' / SUMMARY} cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_suite_goes_on(data: Path, tmp_path: Path, how: signal.Signals):
     out = tmp_path / "suite"
     command = [sys.executable, "-m", "dualres", "suite", "nano", "--residuals", "standard,attnres-block"]
     command += arguments(data, out, train__tokens=60 * 4 * 32)
@@ -94,8 +153,10 @@ def test_an_interrupted_suite_goes_on(data: Path, tmp_path: Path):
     while not (first / "metrics.jsonl").exists() or not metrics(first):
         assert time.monotonic() < end
         time.sleep(0.01)
-    # As a terminal does, to all processes of the command.
-    subprocess.run(["kill", f"-{signal.SIGINT.value}", "--", f"-{process.pid}"], check=True)
+    if how == signal.SIGINT:  # as a terminal does, to all processes of the command
+        subprocess.run(["kill", f"-{how.value}", "--", f"-{process.pid}"], check=True)
+    else:  # as a scheduler does, to the command
+        process.send_signal(how)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130, said
     assert "stopped at step" in said
@@ -105,16 +166,19 @@ def test_an_interrupted_suite_goes_on(data: Path, tmp_path: Path):
 
 
 def test_a_failing_run_does_not_stop_the_others(data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
-    """At a rate that overflows, all methods fail; each says so, and there is no table."""
+    """A rate that overflows fails and is named at the end; the other is in the table."""
     given = arguments(data, tmp_path / "s", "--learning-rates", "1e30,0.001", train__warmup_steps=0)
     assert main(["suite", "nano", "--residuals", "standard", *given]) == 1
     shown = capfd.readouterr()
     assert "nano-standard-lr1e+30-seed42 failed with exit code 1" in shown.err
+    last = shown.err.splitlines()[-1]
+    assert last == "dualres: 1 of 2 runs failed: nano-standard-lr1e+30-seed42. The same command tries them again"
     assert "0.001" in shown.out
 
 
-def result(scale: str, residual: str, seed: int, loss: float, rate: float | None = None) -> Result:
+def result(scale: str, residual: str, seed: int, loss: float, rate: float | None = None, processes: int = 1) -> Result:
     summary = {
+        "processes": processes,
         "validation_loss": loss,
         "tokens_per_second": 100.0 if residual == "standard" else 80.0,
         "peak_memory": 10,
@@ -137,6 +201,27 @@ def test_each_method_at_its_best_rate():
     assert len(compare.sweep(found)) == 4
 
 
+def test_a_rate_at_which_seeds_failed_is_not_the_best():
+    found = [result("nano", "standard", seed, 2.5 + seed / 10, 1e-3) for seed in (0, 1, 2)]
+    found.append(result("nano", "standard", 0, 2.4, 3e-3))  # the seed that did not fail
+    [row] = compare.compare(found)
+    assert (row.learning_rate, row.loss.seeds) == (1e-3, 3)
+
+
+def test_ratios_are_of_runs_with_equal_means():
+    found = [result("nano", "standard", 0, 3.0), result("nano", "dar-block", 0, 2.9, processes=2)]
+    ours = compare.compare(found)[1]
+    assert (ours.speed, ours.memory) == (None, None)
+    assert ours.difference is not None
+
+
+def test_what_the_table_says_beside_the_numbers():
+    alone = [result("nano", "dar-block", seed, 3.0) for seed in (0, 1)]
+    assert "No run of standard at nano to compare with." in compare.as_text(compare.compare(alone))
+    one_pair = [*alone, result("nano", "standard", 1, 3.1)]
+    assert "-0.1000 (1 of the seeds)" in compare.as_text(compare.compare(one_pair))
+
+
 def test_presets_print_the_paper(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     for preset, printed in (("size-sweep", SIZE_SWEEP), ("kv-ablation", KV_ABLATION)):
         assert main(["suite", preset, "--table", "--out", str(tmp_path / preset)]) == 0
@@ -154,7 +239,7 @@ def test_a_preset_at_another_scale(data: Path, tmp_path: Path, capsys: pytest.Ca
 
 
 def test_order_of_the_runs():
-    found = cells("nano", ["a", "b"], [0, 1])
+    found = cells([("nano", "a"), ("nano", "b")], [0, 1])
     assert [(cell.residual, cell.seed) for cell in found] == [("a", 0), ("b", 0), ("a", 1), ("b", 1)]
     assert Cell("x/nano.yaml", "y/mine.yaml", 3, 1e-3).name == "nano-mine-lr0.001-seed3"
-    assert results(Plan(found, Path("none"), Path("none"))) == []
+    assert results(Matrix(found, Path("none"), Path("none"))) == []

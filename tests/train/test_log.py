@@ -72,6 +72,7 @@ def test_weights_and_biases_goes_on_with_a_resumed_run(tmp_path: Path, monkeypat
         path.mkdir(parents=True, exist_ok=True)
         log = Log(path, step, wandb_project="p")
         log.metric(step + 1, loss=1.2345)
+        assert log.wandb is not None
         names.append(log.wandb.id)
         log.close()
     assert names[0] == names[1] != names[2]  # the same run after a stop, another in a folder of equal name

@@ -163,8 +163,13 @@ def test_a_second_run_in_the_folder_is_refused(data: Path, tmp_path: Path):
 def test_a_loss_that_is_not_finite_stops_the_run(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     folder = tmp_path / "run"
     begin = Checkpoints._begin
-    # A save that takes longer than a step, so that the bad step comes while the one before is being written.
-    monkeypatch.setattr(Checkpoints, "_begin", lambda self, partial: (time.sleep(0.5), begin(self, partial)))
+
+    def slowly(self: Checkpoints, partial: Path) -> None:
+        """Longer than a step, so that the bad step comes while the one before is being written."""
+        time.sleep(0.5)
+        begin(self, partial)
+
+    monkeypatch.setattr(Checkpoints, "_begin", slowly)
     config = tiny_config(
         train__learning_rate=1e30, train__min_learning_rate=0, train__warmup_steps=20, train__checkpoint_every=1
     )

@@ -60,11 +60,11 @@ def tiny_config(residual: str = "dar-block", feedforward: str = "dense", **chang
     return load_config(FEEDFORWARDS[feedforward][0], residual, overrides(feedforward, **changes))
 
 
-def tiny_data(folder: Path) -> Path:
-    """A hundred topics of the language reference, as bytes."""
+def tiny_data(folder: Path, topics: int = 100) -> Path:
+    """So many topics of the language reference, as bytes."""
     source = folder / "topics.jsonl"
-    topics = sorted(pydoc_data.topics.topics.items())[:100]
-    source.write_text("".join(json.dumps({"text": text}) + "\n" for _, text in topics), encoding="utf-8")
+    texts = sorted(pydoc_data.topics.topics.items())[:topics]
+    source.write_text("".join(json.dumps({"text": text}) + "\n" for _, text in texts), encoding="utf-8")
     prepare(Settings(str(source), "bytes", held_out=0.1), folder / "data")
     return folder / "data"
 
