@@ -1,6 +1,7 @@
 """The command line: `dualres COMMAND --help` explains each."""
 
 import argparse
+import errno
 import io
 import os
 import sys
@@ -13,6 +14,7 @@ from dualres.data.errors import DataError
 from dualres.extras import MissingExtraError
 from dualres.train.errors import TrainError
 
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 COMMANDS = (look, prepare, train, generate, suite)
 
 
@@ -31,7 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.close()
         return 0
     except OSError as error:
-        return _failed(f"cannot read or write: {error}", 1)
+        remedy = ": free space there and give the same command again" if error.errno in NO_SPACE else ""
+        return _failed(f"cannot read or write: {error}{remedy}", 1)
     except KeyboardInterrupt:
         return _failed("interrupted", 130)
 

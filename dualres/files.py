@@ -1,11 +1,14 @@
 """Files that are whole or not there: written under a temporary name, brought to the disk, then renamed."""
 
+import fcntl
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-PARTIAL = ".partial"
+PARTIAL, LOCK = ".partial", "lock"
 
 
 def partial_of(path: Path) -> Path:
@@ -28,11 +31,34 @@ def flush_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """An error of the system says which file it is about, where the system does not: a full disk, say."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
+
+
+@contextmanager
+def locked(folder: Path, refusal: Exception) -> Iterator[None]:
+    """Hold a folder for this process alone, or raise `refusal`. The system frees it even when the process is killed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / LOCK).open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise refusal from None
+        yield
+
+
 def write_text(path: Path, text: str) -> None:
     """Replace the file `path` as a whole."""
     partial = partial_of(path)
     try:
-        with partial.open("w", encoding="utf-8") as file:
+        with naming(path), partial.open("w", encoding="utf-8") as file:
             file.write(text)
             flush(file)
         partial.replace(path)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from dualres.commands import arguments
+from dualres.config import ConfigError
 from dualres.model.generate import generate
 from dualres.train.load import CHOICES, load_run
 
@@ -31,7 +32,22 @@ def add(commands: Any) -> None:
     sub.set_defaults(command=_generate)
 
 
+def check(given: argparse.Namespace) -> None:
+    """Refuse what cannot be generated."""
+    if given.tokens < 1:
+        raise ConfigError(f"--tokens {given.tokens} is not positive: use 1 or more")
+    if given.temperature != 0 and not 1e-3 <= given.temperature <= 1e3:
+        raise ConfigError(f"--temperature {given.temperature}: use 0 for the likeliest token, or 0.001 to 1000")
+    if not 0 <= given.seed < 2**63:
+        raise ConfigError(f"--seed {given.seed}: use a number from 0 up to 2^63")
+    try:
+        given.prompt.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"the prompt is not UTF-8 at character {error.start}: write it in UTF-8") from None
+
+
 def _generate(given: argparse.Namespace) -> int:
+    check(given)
     loaded = load_run(given.run, given.checkpoint)
     prompt = loaded.tokenizer.encode(given.prompt) or [loaded.tokenizer.end_of_text]
     generator = torch.Generator().manual_seed(given.seed)

@@ -17,7 +17,7 @@ from dualres.experiment import load_config, short_name
 from dualres.progress import Progress, short
 from dualres.train import plan, run
 from dualres.train.build import engine_name
-from dualres.train.checks import Places, unused_mesh
+from dualres.train.checks import Places, other_dataset, unused_mesh
 from dualres.train.loop import train
 from dualres.train.recipe import steps_of
 from dualres.train.world import World, join_world
@@ -67,9 +67,7 @@ def _train(given: argparse.Namespace) -> int:
             name = option.replace("_", "-")
             raise ConfigError(f"--{name} belongs to a plan: add --dry-run, or start so many processes with torchrun")
     with join_world(given.device) as world:
-        if world.leads:
-            ensure_default_data(given.data)
-        world.from_leader(None)  # the others wait for the data
+        world.agree(lambda: ensure_default_data(given.data) if world.leads else None)  # the others wait for the data
         progress = Progress(quiet=not world.leads)
         introduce(config, given, out, world, progress)
         done = train(config, given.data, out, world, progress, given.wandb)
@@ -125,6 +123,8 @@ def introduce(config: Config, given: argparse.Namespace, out: Path, world: World
         f"{given.scale} × {given.residual} on {given.data}: {steps:,} steps of {short(tokens)} tokens, "
         f"{world.size} × {world.device.type}, into {out}"
     )
+    if given.data == DEFAULT_DATA and (other := other_dataset(config)):
+        progress.say(f"{given.data} is of {PYTHON}{other}")
     unused = unused_mesh(config, engine_name(config, world.size))
     if unused is not None:
         progress.say(unused)

@@ -15,10 +15,11 @@ import numpy as np
 from dualres.data import shards
 from dualres.data import tokenizer as tokenizers
 from dualres.data.errors import DataError
-from dualres.data.resume import Place, State, take_up
+from dualres.data.resume import Place, State, check_folder, take_up
 from dualres.data.shards import SPLITS, Index, ShardWriter, Split
-from dualres.data.source import Part, open_source
+from dualres.data.source import PYTHON, Part, open_source
 from dualres.data.tokenizer import Tokenizer, Tokens
+from dualres.files import locked
 
 BATCH_CHARACTERS = 2**20  # of text that is tokenized together
 BATCHES_AHEAD = 3  # being tokenized while another is written
@@ -69,7 +70,18 @@ def prepare(settings: Settings, out: Path, report: Callable[[Report], None] = la
     A folder that has an index of the same settings is left as it is.
     """
     parts = open_source(settings.source, settings.field, settings.subset, settings.split)
+    inside = settings.source != PYTHON and out.resolve().is_relative_to(Path(settings.source).resolve())
+    if inside and Path(settings.source).is_dir():
+        raise DataError(f"{out} lies inside its source {settings.source}: write the shards to another folder")
     out.mkdir(parents=True, exist_ok=True)
+    check_folder(out)
+    if (out / shards.INDEX).exists():
+        return _prepare(settings, parts, out, report)
+    with locked(out, DataError(f"another process prepares {out}: wait for it, or use a new folder")):
+        return _prepare(settings, parts, out, report)
+
+
+def _prepare(settings: Settings, parts: Sequence[Part], out: Path, report: Callable[[Report], None]) -> Index:
     state = take_up(out, {**dataclasses.asdict(settings), "parts": [[part.name, part.size] for part in parts]})
     if state is None:
         return shards.read_index(out)
@@ -209,7 +221,7 @@ def _tokenizer(
     elif trained and path.exists():
         made = tokenizers.load(path)
     elif trained:
-        if not name[4:].isdigit():
+        if not name[4:].isdecimal():
             raise DataError(f"--tokenizer {name}: write bpe:4096, the number of entries after the colon")
         made = tokenizers.train_bpe(_texts(parts, report), int(name[4:]))
     elif Path(name).is_file():

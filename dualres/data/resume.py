@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from dualres.data.errors import DataError
 from dualres.data.shards import INDEX, SPLITS, TOKENIZER, Shard, Split
-from dualres.files import partial_of, write_json
+from dualres.files import LOCK, partial_of, write_json
 
 PROGRESS = "progress.json"
 
@@ -40,10 +40,17 @@ class State:
         write_json(out / PROGRESS, dataclasses.asdict(self))
 
 
+def check_folder(out: Path) -> None:
+    """Refuse a folder that holds something else."""
+    path = out / PROGRESS
+    if not path.exists() and {file.name for file in out.iterdir()} - {partial_of(path).name, LOCK}:
+        raise DataError(f"{out} is not empty and holds no preparation: use a new folder")
+
+
 def take_up(out: Path, settings: dict[str, Any]) -> State | None:
     """What an earlier run with these settings left in `out`, or a beginning; None where all is done.
 
-    A folder that holds anything else is refused, but settings may change before the first shard is there.
+    Other settings are refused, but they may change before the first shard is there.
     """
     state = _read(out, settings)
     if (out / INDEX).exists():
@@ -58,8 +65,6 @@ def take_up(out: Path, settings: dict[str, Any]) -> State | None:
 def _read(out: Path, settings: dict[str, Any]) -> State | None:
     path = out / PROGRESS
     if not path.exists():
-        if {file.name for file in out.iterdir()} - {partial_of(path).name}:
-            raise DataError(f"{out} is not empty and holds no preparation: use a new folder")
         return None
     try:
         data = json.loads(path.read_text(encoding="utf-8"))

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from dualres.data import tokenizer as tokenizers
 from dualres.data.errors import DataError
-from dualres.files import flush, partial_of, write_json
+from dualres.files import flush, naming, partial_of, write_json
 
 INDEX, TOKENIZER = "index.json", "tokenizer.json"
 FORMAT = "dualres tokens 1"
@@ -73,7 +73,8 @@ class ShardWriter:
     def add(self, document: NDArray[np.uint32]) -> None:
         """Append the tokens of one document, its end included."""
         data = document.astype(self.dtype).tobytes()
-        self.file.write(data)
+        with naming(self.path):
+            self.file.write(data)
         self.hash.update(data)
         self.tokens += len(document)
         self.documents += 1
@@ -81,7 +82,8 @@ class ShardWriter:
 
     def close(self) -> Shard | None:
         """The finished shard, or none where nothing was written; one that an interruption left there is replaced."""
-        flush(self.file)
+        with naming(self.path):
+            flush(self.file)
         self.file.close()
         if self.documents == 0:
             self.partial.unlink()

@@ -16,7 +16,7 @@ from dualres.model.decoder import build_decoder
 from dualres.train.build import engine_name
 from dualres.train.log import METRICS, read_rows
 from dualres.train.loop import check_batch, check_vocabulary
-from dualres.train.run import CONFIG, SUMMARY, check_data, check_same, read_summary
+from dualres.train.run import SUMMARY, begun, check_data, check_same, read_summary
 
 BASE = "standard"  # what the others are compared with
 
@@ -87,7 +87,7 @@ def check(matrix: Matrix) -> None:
             raise ConfigError(f"two runs of the suite are called {name}: give files of different names, each once")
     for cell in matrix.cells:
         config = matrix.config(cell)
-        if (matrix.out / cell.name / CONFIG).exists():
+        if begun(matrix.out / cell.name):
             check_same(matrix.out / cell.name, config)
 
 
@@ -103,7 +103,7 @@ def check_start(matrix: Matrix) -> None:
             build_decoder(config.model, config.residual, device="meta")
         except ConfigError as error:
             raise ConfigError(f"{cell.name}: {error}") from None
-        if (folder / CONFIG).exists():
+        if begun(folder):
             check_data(folder, matrix.data, index)
 
 

@@ -96,19 +96,22 @@ class Checkpoints:
                 state_dict_saver.save(chosen, storage_writer=writer, process_group=group, no_dist=group is None)
             agree(lambda: write_json(partial / STATE, state) if leads else None, group)
             sums = agree(lambda: _sums(partial, self.world), group)
-            agree(lambda: self._finish(partial, target, state, sums) if leads else None, group)
+            agree(lambda: self._finish(partial, target, sums) if leads else None, group)
         except (Exception, CheckpointException) as error:  # PyTorch's is no Exception
             self.failure = f"checkpoint {target} was not saved: {_root_cause(error)}"
             if leads:
                 shutil.rmtree(partial, ignore_errors=True)
                 self.say(f"{self.failure}. Earlier checkpoints are as they were; is the disk full?")
+            return
+        if leads:
+            self._remove_old(state)
 
     def _begin(self, partial: Path) -> None:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
 
-    def _finish(self, partial: Path, target: Path, state: dict[str, Any], sums: list[dict[str, Any]]) -> None:
-        """Manifest and name; then the checkpoints that are no longer kept go."""
+    def _finish(self, partial: Path, target: Path, sums: list[dict[str, Any]]) -> None:
+        """Manifest and name."""
         files = {name: entry for share in sums for name, entry in share.items()}
         write_json(partial / MANIFEST, {"files": dict(sorted(files.items()))})
         for folder in (*(partial / part for part in PARTS), partial):
@@ -116,13 +119,16 @@ class Checkpoints:
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
         flush_folder(self.folder)
-        self._remove_old(state)
 
     def _remove_old(self, state: dict[str, Any]) -> None:
-        kept = {step_name(state["best_step"])}
+        """The last ones stay, and the best."""
         for old in found(self.folder)[: -self.keep]:
-            if old.name not in kept:  # half removed, it must not look like a checkpoint
-                shutil.rmtree(old.rename(partial_of(old)))
+            if old.name == step_name(state["best_step"]):
+                continue
+            try:
+                shutil.rmtree(old.rename(partial_of(old)))  # half removed, it must not look like a checkpoint
+            except OSError as error:
+                self.say(f"the old checkpoint {old} cannot be removed ({error}): remove it by hand")
 
 
 def step_name(step: int) -> str:
@@ -158,10 +164,15 @@ def damage(checkpoint: Path, world: World | None = None) -> list[str]:
     """
     try:
         manifest = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))["files"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        listed = [(name, size, checksum) for name, (size, checksum) in sorted(manifest.items())]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return [f"{checkpoint / MANIFEST} cannot be read ({error})"]
-    wrong = []
-    for name, (size, checksum) in _shared_out(sorted(manifest.items()), world):
+    there = {path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*") if path.is_file()}
+    # PyTorch reads every file of weights that lies there.
+    wrong = [f"{checkpoint / name} does not belong to it" for name in sorted(there - manifest.keys() - {MANIFEST})]
+    if STATE not in manifest:
+        wrong.append(f"{checkpoint / MANIFEST} lists no {STATE}")
+    for name, size, checksum in _shared_out(listed, world):
         path = checkpoint / name
         if not path.is_file():
             wrong.append(f"{path} is missing")

@@ -15,6 +15,7 @@ from dualres.data import shards
 from dualres.data.errors import DataError
 from dualres.data.loader import Loader
 from dualres.data.shards import Index
+from dualres.files import LOCK
 from dualres.train import checkpoint, run
 from dualres.train.build import engine_name
 from dualres.train.errors import TrainError
@@ -22,6 +23,7 @@ from dualres.train.loop import check_batch, check_vocabulary
 from dualres.train.recipe import steps_of
 
 CHECKPOINT_BYTES = 12  # per parameter: the weight and two moments in float32
+SMALL = 10**9  # tokens that are read in seconds
 SPARE_CHECKPOINTS = 2  # the best one, and the one that is being written
 
 
@@ -61,7 +63,7 @@ def check_start(config: Config, ranks: int, parameters: int, places: Places, wan
         except (DataError, OSError) as error:
             rows.append(Check("data", "problem", str(error)))
     else:
-        says = f"{places.data} is not there: the start makes it of Python's standard library{_of_recipe(config)}"
+        says = f"{places.data} is not there: the start makes it of Python's standard library{other_dataset(config)}"
         rows.append(Check("data", "note", says))
     rows.append(_checked("run folder", lambda: _run_folder(config, places, index)))
     disk = _checked("disk", lambda: _disk(config, places.out, parameters))
@@ -146,13 +148,19 @@ def _data(config: Config, places: Places, index: Index) -> list[Check]:
             return Check("validation", "ok", f"{asked:,} of {there:,} tokens")
         return Check("validation", "note", f"{there:,} tokens, fewer than the {asked:,} of train.validation_tokens")
 
-    other = _of_recipe(config) if places.made_at_start else ""
+    def content() -> Check:
+        if index.tokens("train") > SMALL:
+            return Check("checksums", "note", "of the shards are compared at the start: they are too large for a look")
+        shards.verify(data, index, max(config.model.vocab_size, index.vocab_size))  # the vocabulary has its own row
+        return Check("checksums", "ok", "every shard is as it was written")
+
+    other = other_dataset(config) if places.made_at_start else ""
     found = Check("data", "note" if other else "ok", f"{data}: from {index.source}{other}")
-    checks = {"vocabulary": vocabulary, "tokens": budget, "validation": held_out}
+    checks = {"vocabulary": vocabulary, "tokens": budget, "validation": held_out, "checksums": content}
     return [found, *(_checked(name, work) for name, work in checks.items())]
 
 
-def _of_recipe(config: Config) -> str:
+def other_dataset(config: Config) -> str:
     """Where the default data are not what the recipe was written for."""
     dataset = config.train.dataset
     return "" if dataset == "local" else f"; the recipe's dataset is {dataset}: prepare it and give --data"
@@ -163,15 +171,13 @@ def _run_folder(config: Config, places: Places, index: Index | None) -> Check:
     if not (_there(out).is_dir() and os.access(_there(out), os.W_OK)):
         raise TrainError(f"{_there(out)} is no folder that can be written: give another --out")
     checkpoints = checkpoint.found(out / run.CHECKPOINTS)
-    if not (out / run.CONFIG).exists():
-        if (out / run.CHECKPOINTS).exists():
-            raise TrainError(f"{out} has checkpoints and no {run.CONFIG}: restore that file, or use a new folder")
+    if not run.begun(out):
         return Check("run folder", "ok", f"{out} is new")
     run.check_same(out, config)
     if index is not None:
         run.check_data(out, places.data, index)
-    if (out / run.LOCK).exists():
-        with run.locked(out):
+    if (out / LOCK).exists():
+        with run.alone(out):
             pass  # no one trains there
     if not checkpoints:
         return Check("run folder", "ok", f"{out} was begun and has no checkpoint: it starts at the first step")

@@ -32,7 +32,10 @@ def load_run(folder: Path, which: str = "last") -> Loaded:
     decoder = build_decoder(config.model, config.residual)
     tensors = {f"model.{name}": parameter.detach() for name, parameter in decoder.named_parameters()}
     checkpoint.load(path, tensors)
-    return Loaded(decoder, tokenizers.load(folder / TOKENIZER, described["data"]["end_of_text"]), path)
+    tokenizer = tokenizers.load(folder / TOKENIZER, described["data"]["end_of_text"])
+    if tokenizer.fingerprint != described["data"].get("fingerprint", tokenizer.fingerprint):
+        raise TrainError(f"{folder / TOKENIZER} is not the tokenizer of this run: restore it from the data")
+    return Loaded(decoder, tokenizer, path)
 
 
 def choose(folder: Path, which: str) -> Path:

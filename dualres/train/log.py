@@ -1,8 +1,10 @@
 """Metrics of a run: JSON lines that repeat bit for bit, the clock beside them, TensorBoard and Weights & Biases."""
 
+import contextlib
 import json
 import os
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +20,13 @@ METRICS, SPEED, TENSORBOARD, WANDB_ID = "metrics.jsonl", "speed.jsonl", "tensorb
 class Log:
     """Writes the rows of a run from `step` on; rows of later steps, left by an interrupted run, go first."""
 
-    def __init__(self, folder: Path, step: int, wandb_project: str | None = None):
-        self.folder = folder
+    def __init__(self, folder: Path, step: int, say: Callable[[str], None], wandb_project: str | None = None):
+        self.folder, self.say = folder, say
         for name in (METRICS, SPEED):
             cut(folder / name, step)
         self.metrics = (folder / METRICS).open("a", encoding="utf-8")
         self.speed = (folder / SPEED).open("a", encoding="utf-8")
-        self.board = SummaryWriter(str(folder / TENSORBOARD), purge_step=step + 1)
+        self.board: SummaryWriter | None = SummaryWriter(str(folder / TENSORBOARD), purge_step=step + 1)
         self.wandb = _wandb(folder, wandb_project) if wandb_project else None
 
     def metric(self, step: int, **values: Any) -> None:
@@ -44,10 +46,20 @@ class Log:
                 f"{self.folder / name} cannot be written ({error}): free space there and run the same command again, "
                 "it resumes from the last checkpoint"
             ) from None
-        for key, value in values.items():
-            self.board.add_scalar(key, value, step)
+        self._view(step, values)
         if self.wandb is not None:
             self.wandb.log(values, step=step)
+
+    def _view(self, step: int, values: dict[str, Any]) -> None:
+        """TensorBoard is a view of the rows: where it cannot be written, the run goes on without."""
+        if self.board is None:
+            return
+        try:
+            for key, value in values.items():
+                self.board.add_scalar(key, value, step)
+        except OSError as error:
+            self.board = None
+            self.say(f"{self.folder / TENSORBOARD} cannot be written ({error}): going on without; {METRICS} has it all")
 
     def sync(self) -> None:
         """Bring the rows to the disk, before a checkpoint that counts on them."""
@@ -59,7 +71,9 @@ class Log:
         """End all."""
         self.metrics.close()
         self.speed.close()
-        self.board.close()
+        if self.board is not None:
+            with contextlib.suppress(OSError):  # a full disk: the rows have what it lacks
+                self.board.close()
         if self.wandb is not None:
             self.wandb.finish()
 

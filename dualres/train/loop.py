@@ -8,7 +8,7 @@ import math
 import signal
 import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,8 +52,9 @@ class Totals(NamedTuple):
 def train(config: Config, data: Path, folder: Path, world: World, progress: Progress, wandb: str | None = None) -> Done:
     """Train `config` on the prepared folder `data` into `folder`, or go on where an earlier run there stopped."""
     check_batch(config, world.size)
-    with run.locked(folder) if world.leads else nullcontext():
-        index = shards.read_index(data)
+    with ExitStack() as held:
+        world.agree(lambda: held.enter_context(run.alone(folder)) if world.leads else None)
+        index = world.agree(lambda: shards.read_index(data))[world.rank]
         check_vocabulary(config, data, index)
         world.agree(lambda: run.open_run(folder, config, data, index) if world.leads else None)
         _verify(config, data, folder, index, world, progress)
@@ -83,8 +84,12 @@ class Training:
         self.step, self.best_step, self.best_loss = 0, 0, math.inf
         self.validation_loss: float | None = None
         self._restore()
-        self.log = Log(folder, self.step, wandb) if world.leads else None
+        self.log: Log | None = None
+        world.agree(lambda: self._open_log(wandb) if world.leads else None)
         self.speed = Speed(config, world.device, world.size)
+
+    def _open_log(self, wandb: str | None) -> None:
+        self.log = Log(self.folder, self.step, self.progress.say, wandb)
 
     def run(self) -> Done:
         """Steps until the budget is spent or someone asks to stop."""

@@ -25,6 +25,7 @@ from dualres.model.block import ResidualBlock, recompute_blocks
 from dualres.model.decoder import Decoder, build_decoder
 from dualres.train.objective import Objective, chunked_cross_entropy, document_numbers
 
+ACTIVATIONS = "activations"  # the part that `torch.compile` makes smaller
 WIDTH = {"fp32": 4, "bf16": 2}  # bytes
 FLOAT32 = 4
 # Elements that DeepSpeed sends, and holds gathered, at a time: its defaults.
@@ -64,7 +65,7 @@ def memory(config: Config, engine: str, ranks: int) -> list[Part]:
     what = f"{config.train.micro_batch} × {config.model.context} tokens, recompute {config.train.recompute}"
     return [
         *held,
-        Part("activations", counted.activations, what),
+        Part(ACTIVATIONS, counted.activations, what),
         Part("loss", counted.loss, "gradients of hidden states and output weights"),
         Part("work", max(counted.forward, counted.backward), f"at most at a time, for {busy}"),
     ]

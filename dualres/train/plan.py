@@ -11,7 +11,7 @@ from dualres.model.recompute import Recompute
 from dualres.progress import short
 from dualres.table import table
 from dualres.train.checks import Check, Places, check_start, engine_or_asked
-from dualres.train.memory import Part, memory, total
+from dualres.train.memory import ACTIVATIONS, Part, memory, total
 from dualres.train.recipe import learning_rate, steps_of
 
 GIB = 2**30
@@ -153,22 +153,26 @@ def _memory(config: Config, ranks: int, parts: list[Part], gpu_memory: float | N
             remedy = f"use {change}, {smaller / GIB:.1f} GiB"
             break
     else:
-        remedy = "no recomputation, micro-batch or number of GPUs up to 8 times as many is enough"
-    how = config.train.compile
-    compiled = "" if how == "off" else f" (not counting what train.compile={how} saves)"
-    return Check("memory", "problem", f"{needed}{compiled} do not fit {USABLE:.0%} of {gpu_memory:g} GiB: {remedy}")
+        remedy = "no sharding, recomputation, micro-batch or number of GPUs up to 8 times as many is enough"
+    says = f"{needed} do not fit {USABLE:.0%} of {gpu_memory:g} GiB"
+    kept = sum(part.bytes for part in parts if part.name == ACTIVATIONS)
+    if config.train.compile != "off" and total(parts) - kept <= limit:
+        saved = f"train.compile={config.train.compile} keeps fewer activations than the {kept / GIB:.1f} GiB counted"
+        return Check("memory", "note", f"{says}, but {saved}; if it fails, {remedy}")
+    return Check("memory", "problem", f"{says}: {remedy}")
 
 
 def _changes(config: Config, ranks: int) -> Iterator[tuple[str, Config, int]]:
-    """What makes a rank hold less, the cheapest in time first."""
+    """What makes a rank hold less: on the same GPUs first, the cheapest in time before the others; then on more."""
+    steps: list[dict[str, Any]] = [{"engine": "fsdp2"}] if config.train.engine == "ddp" else []
+    steps += [{"recompute": recompute} for recompute in STRONGER[config.train.recompute]]
+    steps += [{"micro_batch": 1}] if config.train.micro_batch > 1 else []
+    settings: dict[str, Any] = {}
     change, least = "", config
-    for recompute in STRONGER[config.train.recompute]:
-        least = dataclasses.replace(config, train=dataclasses.replace(config.train, recompute=recompute))
-        change = f"train.recompute={recompute}"
-        yield change, least, ranks
-    if config.train.micro_batch > 1:
-        least = dataclasses.replace(least, train=dataclasses.replace(least.train, micro_batch=1))
-        change = " with ".join(filter(None, ["train.micro_batch=1", change]))
+    for step in steps:
+        settings |= step
+        change = " with ".join(f"train.{key}={value}" for key, value in reversed(settings.items()))
+        least = dataclasses.replace(config, train=dataclasses.replace(config.train, **settings))
         yield change, least, ranks
     if config.train.engine == "single":
         return

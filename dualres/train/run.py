@@ -9,23 +9,23 @@ RUN/config.json      the experiment, the data, the version of dualres
     summary.json     written at the end
 """
 
-import contextlib
 import dataclasses
-import fcntl
 import json
 import shutil
-from collections.abc import Iterator, Set
+from collections.abc import Set
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from dualres.config import Config
+from dualres.config import Config, ConfigError
 from dualres.data.shards import TOKENIZER, Index
 from dualres.fields import build
-from dualres.files import partial_of, write_json
+from dualres.files import locked, partial_of, write_json
 from dualres.train.errors import TrainError
+from dualres.train.log import METRICS
 from dualres.version import VERSION
 
-CONFIG, SUMMARY, CHECKPOINTS, LOCK = "config.json", "summary.json", "checkpoints", "lock"
+CONFIG, SUMMARY, CHECKPOINTS = "config.json", "summary.json", "checkpoints"
 # What may change between an interruption and its resumption: how the work is done, not what is computed.
 MAY_CHANGE: Set[str] = {
     "train.micro_batch",
@@ -40,19 +40,32 @@ MAY_CHANGE: Set[str] = {
 }
 
 
+def alone(folder: Path) -> AbstractContextManager[None]:
+    """Hold the folder for this run alone."""
+    return locked(folder, TrainError(f"another process trains in {folder}: wait for it, or use a new folder"))
+
+
+def begun(folder: Path) -> bool:
+    """Whether a run in `folder` took a step: one that was refused at its start binds no one."""
+    metrics = folder / METRICS
+    return (metrics.exists() and metrics.stat().st_size > 0) or (folder / CHECKPOINTS).exists()
+
+
 def open_run(folder: Path, config: Config, data: Path, index: Index) -> None:
     """Begin a run in `folder`, or take one up: refused where it has another experiment or other data."""
-    path = folder / CONFIG
-    if path.exists():
+    if begun(folder):
         check_same(folder, config)
         check_data(folder, data, index)
-    elif (folder / CHECKPOINTS).exists():
-        raise TrainError(f"{folder} has checkpoints and no {CONFIG}: restore that file, or use a new folder")
     partial = partial_of(folder / TOKENIZER)
     shutil.copyfile(data / TOKENIZER, partial)
     partial.replace(folder / TOKENIZER)
-    used = {"folder": str(data), "content": index.content, "end_of_text": index.end_of_text}
-    write_json(path, {"dualres": VERSION, "config": _as_data(config), "data": used})
+    used = {
+        "folder": str(data),
+        "content": index.content,
+        "end_of_text": index.end_of_text,
+        "fingerprint": index.fingerprint,
+    }
+    write_json(folder / CONFIG, {"dualres": VERSION, "config": _as_data(config), "data": used})
 
 
 def check_data(folder: Path, data: Path, index: Index) -> None:
@@ -69,7 +82,7 @@ def check_same(folder: Path, config: Config) -> None:
     """Refuse a config that computes something else than the run that `folder` holds."""
     # Routers balance each micro-batch, so its size is part of what a sparse model learns.
     free = MAY_CHANGE if config.model.moe is None else MAY_CHANGE - {"train.micro_batch"}
-    changed = _differences(read_description(folder)["config"], _as_data(config), free)
+    changed = _differences(_as_data(read_config(folder)), _as_data(config), free)
     if changed:
         what = ", ".join(f"{key} {was!r} → {now!r}" for key, was, now in changed)
         raise TrainError(f"{folder} holds a run with another config ({what}): use that config, or a new folder")
@@ -79,7 +92,9 @@ def read_description(folder: Path) -> dict[str, Any]:
     """What `open_run` wrote."""
     path = folder / CONFIG
     if not path.is_file():
-        raise TrainError(f"{folder} is no run, it has no {CONFIG}: give a folder that `dualres train` made")
+        raise TrainError(
+            f"{folder} has no {CONFIG}, which `dualres train` writes: restore that file, or use another folder"
+        )
     try:
         described = json.loads(path.read_text(encoding="utf-8"))
         if not {"config", "data"} <= described.keys():
@@ -101,25 +116,16 @@ def read_summary(folder: Path) -> dict[str, Any]:
 
 
 def read_config(folder: Path) -> Config:
-    """The experiment of a run."""
-    return build(Config, read_description(folder)["config"], "")
+    """The experiment of a run. A key that an older version did not have yet gets its default."""
+    try:
+        return build(Config, read_description(folder)["config"], "")
+    except ConfigError as error:
+        raise TrainError(f"{folder / CONFIG}: {error}; restore the file, or train into a new folder") from None
 
 
 def _as_data(config: Config) -> dict[str, Any]:
     """As it comes back from JSON."""
     return json.loads(json.dumps(dataclasses.asdict(config)))
-
-
-@contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Hold the folder for this run alone; the system frees it even when the process is killed."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / LOCK).open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise TrainError(f"another process trains in {folder}: wait for it, or use a new folder") from None
-        yield
 
 
 def _differences(before: Any, now: Any, free: Set[str], where: str = "") -> list[tuple[str, Any, Any]]:

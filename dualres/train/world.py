@@ -57,7 +57,7 @@ def agree(work: Callable[[], T], group: dist.ProcessGroup | None) -> list[T]:
     answer: tuple[T | None, Exception | None]
     try:
         answer = work(), None
-    except (OSError, ValueError, RuntimeError) as error:
+    except Exception as error:
         answer = None, error
     answers: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(answers, answer, group=group)

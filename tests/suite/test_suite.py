@@ -241,5 +241,7 @@ def test_a_preset_at_another_scale(data: Path, tmp_path: Path, capsys: pytest.Ca
 def test_order_of_the_runs():
     found = cells([("nano", "a"), ("nano", "b")], [0, 1])
     assert [(cell.residual, cell.seed) for cell in found] == [("a", 0), ("b", 0), ("a", 1), ("b", 1)]
-    assert Cell("x/nano.yaml", "y/mine.yaml", 3, 1e-3).name == "nano-mine-lr0.001-seed3"
+    cell = Cell("x/nano.yaml", "y/mine.yaml", 3, 1e-3)
+    assert cell.name == "nano-mine-lr0.001-seed3"
+    assert cell.overrides() == ["train.seed=3", "train.learning_rate=0.001", "train.min_learning_rate=0.0001"]
     assert results(Matrix(found, Path("none"), Path("none"))) == []

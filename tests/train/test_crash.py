@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from dualres.train import run
 from dualres.train.checkpoint import damage
-from tests.train.tiny import STEPS, checkpoints, descendants, kill_all, launch, losses, metrics, said
+from tests.train.tiny import STEPS, checkpoints, descendants, kill_all, launch, losses, metrics, rows, said
 
 KILLS, LONG = 20, 260  # steps, so that the run does not end before it was killed so often
 DEADLINE = 120  # seconds for something to happen
@@ -109,6 +109,17 @@ def test_torchrun_passes_the_signal_on(data: Path, tmp_path: Path):
 
 
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="this PyTorch was built without gloo")
+def test_a_folder_in_use_is_refused_by_all_ranks_at_once(data: Path, tmp_path: Path):
+    folder = tmp_path / "run"
+    with run.alone(folder):
+        process = launch(data, folder, ranks=2)
+        assert process.wait(DEADLINE) == 1
+    refusal = f"another process trains in {folder}: wait for it, or use a new folder"
+    assert f"dualres: {refusal}\n" in said(folder)
+    assert "Connection closed by peer" not in said(folder)
+    assert not (folder / run.CONFIG).exists()
+
+
 def test_from_two_ranks_to_one_and_back(data: Path, whole: Path, tmp_path: Path):
     """A run that begins on two, is stopped, goes on alone, is stopped again, and ends on two."""
     folder = tmp_path / "moved"
@@ -129,6 +140,20 @@ def test_from_two_ranks_to_one_and_back(data: Path, whole: Path, tmp_path: Path)
 def limit_files() -> None:
     """As on a full disk, a file that grows beyond the limit cannot be written; metrics stay below it."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
+
+
+def test_a_full_disk_for_tensorboard(data: Path, whole: Path, tmp_path: Path):
+    """It is a view of the metrics, which go on."""
+    folder = tmp_path / "run"
+    limit = len(metrics(whole)) + 2000  # what TensorBoard writes of the same rows is more than twice as long
+
+    def limit_files() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+    process = launch(data, folder, limit=limit_files, train__checkpoint_every=100, train__validate_every=100)
+    assert process.wait(DEADLINE) == 1  # the checkpoint at the end does not fit either
+    assert f"{folder / 'tensorboard'} cannot be written ([Errno 27] File too large): going on" in said(folder)
+    assert len([row for row in rows(folder) if "loss" in row]) == STEPS
 
 
 @pytest.mark.parametrize("ranks", RANKS)

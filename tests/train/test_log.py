@@ -48,7 +48,7 @@ def test_tensorboard_shows_what_the_metrics_say(whole: Path):
 
 
 def test_rows_that_cannot_be_written(tmp_path: Path):
-    log = Log(tmp_path, 0)
+    log = Log(tmp_path, 0, print)
     log.metric(1, loss=2.0)
     log.metrics.close()
     log.metrics = Path("/dev/full").open("w")  # noqa: SIM115  every write to it says that the disk is full
@@ -60,7 +60,7 @@ def test_rows_that_cannot_be_written(tmp_path: Path):
 def test_weights_and_biases_is_an_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'dualres\[wandb\]'"):
-        Log(tmp_path, 0, wandb_project="p")
+        Log(tmp_path, 0, print, wandb_project="p")
 
 
 def test_weights_and_biases_goes_on_with_a_resumed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -70,7 +70,7 @@ def test_weights_and_biases_goes_on_with_a_resumed_run(tmp_path: Path, monkeypat
     for step, folder in ((0, "a/run"), (1, "a/run"), (0, "b/run")):
         path = tmp_path / folder
         path.mkdir(parents=True, exist_ok=True)
-        log = Log(path, step, wandb_project="p")
+        log = Log(path, step, print, wandb_project="p")
         log.metric(step + 1, loss=1.2345)
         assert log.wandb is not None
         names.append(log.wandb.id)

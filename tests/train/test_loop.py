@@ -14,13 +14,11 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from dualres.cli import main
 from dualres.data.errors import DataError
 from dualres.data.loader import Loader
 from dualres.data.shards import INDEX, TOKENIZER, read_index
-from dualres.data.tokenizer import byte_tokenizer, train_bpe
+from dualres.data.tokenizer import train_bpe
 from dualres.model.decoder import Decoder, build_decoder
-from dualres.model.generate import generate
 from dualres.train import run
 from dualres.train.checkpoint import STATE, Checkpoints
 from dualres.train.errors import TrainError
@@ -183,6 +181,17 @@ def test_a_loss_that_is_not_finite_stops_the_run(data: Path, tmp_path: Path, mon
     assert all(math.isfinite(loss) for loss in losses(folder))
 
 
+def test_a_validation_loss_that_is_not_finite_stops_the_run(data: Path, tmp_path: Path):
+    """One step at a rate that overflows: its own loss is finite, that of the weights after it is not."""
+    config = tiny_config(
+        train__learning_rate=3e38, train__min_learning_rate=0, train__warmup_steps=0, train__tokens=4 * 32
+    )
+    with pytest.raises(TrainError, match=r"validation loss is (nan|inf) at step 1 \(sequences 0 to 3 of seed 42\)"):
+        train_tiny(config, data, tmp_path / "run")
+    assert not (tmp_path / "run" / run.SUMMARY).exists()
+    assert checkpoints(tmp_path / "run") == []
+
+
 def truncate(checkpoint: Path) -> None:
     file = next((checkpoint / "optimizer").glob("*.safetensors"))
     file.write_bytes(file.read_bytes()[:-100])
@@ -203,7 +212,25 @@ def empty_manifest(checkpoint: Path) -> None:
     (checkpoint / "manifest.json").write_text("")
 
 
-@pytest.mark.parametrize("harm", [truncate, alter, remove, empty_manifest], ids=lambda harm: harm.__name__)
+def manifest_of_nothing(checkpoint: Path) -> None:
+    (checkpoint / "manifest.json").write_text('{"files": {}}')
+    shutil.rmtree(checkpoint / "weights")
+
+
+def manifest_of_another_form(checkpoint: Path) -> None:
+    (checkpoint / "manifest.json").write_text('{"files": []}')
+
+
+def foreign_weights(checkpoint: Path) -> None:
+    """PyTorch would read these over the true ones."""
+    file = next((checkpoint / "weights").glob("*.safetensors"))
+    shutil.copyfile(file, file.with_name("zzz.safetensors"))
+
+
+HARMS = truncate, alter, remove, empty_manifest, manifest_of_nothing, manifest_of_another_form, foreign_weights
+
+
+@pytest.mark.parametrize("harm", HARMS, ids=lambda harm: harm.__name__)
 def test_a_damaged_checkpoint_is_set_aside(data: Path, whole: Path, tmp_path: Path, harm: Any):
     folder = tmp_path / "run"
     train_tiny(tiny_config(), data, folder, Told(13, terminate))
@@ -272,25 +299,3 @@ def test_data_altered_between_start_and_resumption(data: Path, tmp_path: Path):
     file.write_bytes(content)
     with pytest.raises(DataError, match=f"{file} was altered"):
         train_tiny(tiny_config(), mine, folder)
-
-
-def test_byte_tokenizer_of_the_run(whole: Path):
-    assert load_run(whole).tokenizer.fingerprint == byte_tokenizer().fingerprint
-
-
-def test_generate_from_a_run(whole: Path, capsys: pytest.CaptureFixture[str]):
-    loaded = load_run(whole)
-    prompt = loaded.tokenizer.encode("def ")
-    [tokens] = generate(loaded.decoder, [prompt], 12)
-    assert main(["generate", str(whole), "def ", "--tokens", "12", "--temperature", "0"]) == 0
-    assert capsys.readouterr().out == loaded.tokenizer.decode([*prompt, *tokens]) + "\n"
-    sampled = []
-    for seed in ("1", "1", "2"):
-        assert main(["generate", str(whole), "", "--tokens", "30", "--temperature", "1", "--seed", seed]) == 0
-        sampled.append(capsys.readouterr().out)
-    assert sampled[0] == sampled[1] != sampled[2]
-
-
-def test_generate_from_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    assert main(["generate", str(tmp_path), "x"]) == 1
-    assert f"{tmp_path} is no run" in capsys.readouterr().err

@@ -12,10 +12,11 @@ import torch
 from dualres.cli import main
 from dualres.commands.train import introduce
 from dualres.experiment import load_config
+from dualres.files import LOCK
 from dualres.model.accounting import parameters
 from dualres.model.decoder import build_decoder
 from dualres.train import checkpoint, run
-from dualres.train.memory import memory, total
+from dualres.train.memory import ACTIVATIONS, memory, total
 from dualres.train.plan import USABLE
 from dualres.train.recipe import learning_rate
 from tests.train.tiny import ALONE, Told, overrides, tiny_config
@@ -83,6 +84,7 @@ def test_a_plan_that_can_start(data: Path, elsewhere: Path, capsys: pytest.Captu
         "vocabulary": "ok",
         "tokens": "ok",
         "validation": "ok",
+        "checksums": "ok",
         "run folder": "ok",
         "disk": "ok",
         "memory": "ok",
@@ -146,11 +148,11 @@ def test_a_failed_check(
 
 def planned_folder(folder: Path, data: Path, capsys: pytest.CaptureFixture[str], **changes: Any) -> tuple[str, str]:
     """The check of a run's folder, which it leaves as it was."""
-    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.name != run.LOCK}
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.name != LOCK}
     code, made = plan_of(*tiny("--data", str(data), "--out", str(folder), **changes), capsys=capsys)
     state, says = checks_of(made)["run folder"]
     assert code == (1 if state == "problem" else 0)
-    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.name != run.LOCK} == before
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.name != LOCK} == before
     return state, says
 
 
@@ -164,7 +166,7 @@ def test_a_run_that_goes_on(whole: Path, data: Path, elsewhere: Path, capsys: py
     shutil.rmtree(checkpoint.found(folder / run.CHECKPOINTS)[-1])
     assert planned_folder(folder, data, capsys) == ("ok", f"{folder} goes on from step-000000036 of 40 steps")
     assert planned_folder(folder, data, capsys, train__recompute="full")[0] == "ok"  # computes the same
-    with run.locked(folder):
+    with run.alone(folder):
         state, says = planned_folder(folder, data, capsys)
     assert (state, says) == ("problem", f"another process trains in {folder}: wait for it, or use a new folder")
 
@@ -184,7 +186,7 @@ def test_a_folder_of_another_run(whole: Path, data: Path, elsewhere: Path, capsy
     (folder / run.CONFIG).unlink()
     state, says = planned_folder(folder, data, capsys)
     assert state == "problem"
-    assert "has checkpoints and no config.json" in says
+    assert "has no config.json" in says
 
 
 def test_tokens_that_are_seen_again(data: Path, elsewhere: Path, capsys: pytest.CaptureFixture[str]):
@@ -241,12 +243,43 @@ def test_what_to_change_when_it_does_not_fit(elsewhere: Path, capsys: pytest.Cap
         (0.999 * full, "problem", "use train.micro_batch=1 with train.recompute=full, "),
         (0.999 * one, "problem", "use train.micro_batch=1 with train.recompute=full and 2 GPUs, "),
         (0.999 * two, "problem", "use train.micro_batch=1 with train.recompute=full and 4 GPUs, "),
-        (0.5 * four, "problem", "no recomputation, micro-batch or number of GPUs"),
+        (0.5 * four, "problem", "no sharding, recomputation, micro-batch or number of GPUs"),
     ):
         code, made = plan_of(*tiny("--gpu-memory", repr(limit)), capsys=capsys)
         found, text = checks_of(made)["memory"]
         assert (found, code) == (state, 1 if state == "problem" else 0), limit
         assert says in text
+
+
+def test_ddp_that_does_not_fit_is_told_to_shard(elsewhere: Path, capsys: pytest.CaptureFixture[str]):
+    limit = gib(memory(tiny_config(), "fsdp2", 2))
+    given = tiny("--gpus", "2", "--gpu-memory", repr(limit), train__engine="ddp")
+    assert "use train.engine=fsdp2, " in checks_of(plan_of(*given, capsys=capsys)[1])["memory"][1]
+
+
+def test_activations_that_compiling_may_save_are_no_problem(elsewhere: Path, capsys: pytest.CaptureFixture[str]):
+    """Where the rest does not fit it is one, compiled or not."""
+    rest = gib([part for part in memory(tiny_config(), "single", 1) if part.name != ACTIVATIONS])
+    for compile, limit, state in (
+        ("default", rest, "note"),
+        ("default", 0.99 * rest, "problem"),
+        ("off", rest, "problem"),
+    ):
+        code, made = plan_of(*tiny("--gpu-memory", repr(limit), train__compile=compile), capsys=capsys)
+        assert (checks_of(made)["memory"][0], code) == (state, 1 if state == "problem" else 0)
+
+
+def test_an_altered_shard_is_found_without_starting(
+    data: Path, elsewhere: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    copy = shutil.copytree(data, tmp_path / "altered")
+    shard = next(copy.glob("train-*"))
+    content = bytearray(shard.read_bytes())
+    content[10] ^= 1
+    shard.write_bytes(content)
+    for folder, state in ((data, "ok"), (copy, "problem")):
+        code, made = plan_of(*tiny("--data", str(folder)), capsys=capsys)
+        assert (checks_of(made)["checksums"][0], code) == (state, 1 if state == "problem" else 0)
 
 
 def test_a_start_says_which_mesh_it_does_not_use(tmp_path: Path):

@@ -2,15 +2,21 @@
 
 import itertools
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from dualres.config import ResidualConfig
+from dualres.data.loader import Loader
+from dualres.data.shards import read_index
 from dualres.experiment import load_config
 from dualres.model.decoder import build_decoder
+from dualres.train.load import load_run
 from dualres.train.recipe import adamw, learning_rate, optimizer_groups, steps_of
 from tests.small import FEEDFORWARDS, RESIDUALS, model_config
+from tests.train.tiny import rows, tiny_config, train_tiny
 
 METHODS = {**RESIDUALS, "attnres-vproj-lowrank": ResidualConfig("attnres-vproj", value_rank=4)}
 
@@ -53,6 +59,50 @@ def test_moe_schedule():
     middle = 2000 + (steps - 1 - 2000) // 4
     wanted = 3e-5 + (3e-4 - 3e-5) * (1 + math.cos(math.pi / 4)) / 2
     assert rates[middle] == pytest.approx(wanted, rel=1e-4)
+
+
+def test_the_schedule_ends_at_its_minimum():
+    """Twenty steps, where being one late shows."""
+    changes = ["train.tokens=20_480", "train.global_batch=4", "train.micro_batch=4", "train.warmup_steps=4"]
+    config = load_config("nano", "standard", changes)
+    steps = steps_of(config.train, config.model.context)
+    assert steps == 20
+    rates = [learning_rate(step, steps, config.train) for step in range(steps)]
+    peak, least = config.train.learning_rate, config.train.min_learning_rate
+    decay = [least + (peak - least) * (1 + math.cos(math.pi * n / 15)) / 2 for n in range(16)]
+    assert rates == pytest.approx([peak * n / 4 for n in (1, 2, 3, 4)] + decay, rel=1e-12)
+
+
+def test_a_run_is_the_recipe(data: Path, tmp_path: Path):
+    """Five steps by hand: gradients of the whole batch, clipped at 0.5, the rates of the schedule, AdamW."""
+    config = tiny_config(train__tokens=5 * 4 * 32, train__warmup_steps=2, train__clip=0.5)
+    train_tiny(config, data, tmp_path / "run")
+    decoder = build_decoder(config.model, config.residual, seed=42)
+    loader = Loader(data, read_index(data), "train", 32, 42)
+    decaying = [p for name, p in decoder.named_parameters() if ".module." in name or name.startswith("vocabulary.")]
+    others = [p for p in decoder.parameters() if all(p is not matrix for matrix in decaying)]
+    optimizer = torch.optim.AdamW([{"params": decaying, "weight_decay": 0.1}, {"params": others, "weight_decay": 0}])
+    rates = [1.5e-3, 3e-3, 3e-3, 1.65e-3, 3e-4]  # half the peak, the peak, then half a cosine of three points
+    found = []
+    for step, rate in enumerate(rates):
+        batch = loader.batch(4 * step, 4)
+        loss = torch.nn.functional.cross_entropy(decoder(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        gradients = [p.grad for p in decoder.parameters() if p.grad is not None]
+        norm = torch.cat([gradient.flatten() for gradient in gradients]).norm()
+        assert norm > 0.5  # else clipping is not shown
+        for group in optimizer.param_groups:
+            group.update(lr=rate, betas=(0.9, 0.95), eps=1e-8)
+        for gradient in gradients:
+            gradient *= 0.5 / norm
+        optimizer.step()
+        found.append((loss.item(), norm.item()))
+    ran = [(row["loss"], row["grad_norm"]) for row in rows(tmp_path / "run") if "loss" in row]
+    assert ran == [pytest.approx(values, rel=1e-4) for values in found]
+    trained = load_run(tmp_path / "run").decoder
+    for ours, theirs in zip(trained.parameters(), decoder.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=2e-5)
 
 
 def test_no_warmup_and_one_step():
