@@ -3,6 +3,9 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from dualres.experiment import load_config
+from dualres.model.accounting import parameters
+from dualres.model.decoder import build_decoder
 from dualres.paper import PrintedLoss
 from dualres.suite.matrix import BASE, Result
 from dualres.suite.statistics import Estimate, estimate, paired_difference
@@ -63,14 +66,20 @@ def as_text(rows: Sequence[Row]) -> str:
 
 
 def paper_table(printed: Sequence[PrintedLoss], rows: Sequence[Row], scales: dict[str, str]) -> str:
-    """The paper's loss table and ours where there is one; `scales` says which of ours stands for the paper's."""
+    """The paper's loss table and ours where there is one; `scales` says which of ours stands for the paper's.
+
+    Parameters are of our model at the paper's scale, without the vocabulary.
+    """
     ours = {(row.scale, row.method): row.loss for row in rows}
     lines = []
     for cell in printed:
         scale = scales.get(cell.scale, cell.scale)
         loss = ours.get((scale, cell.residual))
-        lines.append([cell.name, cell.scale, cell.loss, scale, "not run" if loss is None else loss.text()])
-    header = ["method", "scale", "paper's loss", "run at", "our validation loss"]
+        config = load_config(cell.scale, cell.residual)
+        count = parameters(build_decoder(config.model, config.residual, device="meta"))
+        size = count.total - count.vocabulary
+        lines.append([cell.name, cell.scale, size, cell.loss, scale, "not run" if loss is None else loss.text()])
+    header = ["method", "scale", "parameters", "paper's loss", "run at", "our validation loss"]
     return table(header, lines)
 
 

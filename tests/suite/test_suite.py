@@ -230,6 +230,11 @@ def test_presets_print_the_paper(tmp_path: Path, capsys: pytest.CaptureFixture[s
         assert len(lines) == len(printed)
         for line, cell in zip(lines, printed, strict=True):
             assert all(part in line for part in (cell.name, cell.scale, cell.loss, "not run"))
+    [base], [matched] = (
+        [line for line in lines if line.startswith(f"{name}  ")] for name in ("AttnRes", "AttnRes + VProj")
+    )
+    assert "491,623,680" in base
+    assert "491,623,680" in matched  # the ablation is of equal size
 
 
 def test_a_preset_at_another_scale(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
