@@ -105,9 +105,10 @@ def test_bf16_trains(residual: str, feedforward: str, data: Path, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_compiled_blocks_train_alike(data: Path, tmp_path: Path):
+@pytest.mark.parametrize("how", ["default", "max-autotune"])
+def test_compiled_blocks_train_alike(data: Path, tmp_path: Path, how: str):
     torch._dynamo.reset()
-    for compile in ("off", "default"):
+    for compile in ("off", how):
         config = tiny_config("standard", train__compile=compile, train__recompute="selective", **SHORT)
         train_tiny(config, data, tmp_path / compile)
-    assert losses(tmp_path / "default") == pytest.approx(losses(tmp_path / "off"), rel=1e-5)
+    assert losses(tmp_path / how) == pytest.approx(losses(tmp_path / "off"), rel=1e-5)
