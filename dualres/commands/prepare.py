@@ -32,7 +32,7 @@ def add(commands: Any) -> None:
         "  PATH             any tokenizer.json\n\n"
         "examples:\n"
         "  dualres prepare python data/python\n"
-        "  dualres prepare fineweb-edu/sample/10BT data/fineweb --tokenizer tekken --held-out 0.001",
+        "  dualres prepare fineweb-edu/sample/10BT data/fineweb --tokenizer tekken --held-out 0.002",
     )
     sub.add_argument("source", metavar="SOURCE", help="where the documents are")
     sub.add_argument("out", metavar="OUT", type=Path, help="the folder to write; new, or begun by the same command")

@@ -72,8 +72,11 @@ def _suite(given: argparse.Namespace) -> int:
     if not found:
         _say(f"dualres: no run of this suite is finished in {asked.out}")
     if failed:
-        runs = ", ".join(cell.name for cell in failed)
-        _say(f"dualres: {len(failed)} of {len(asked.cells)} runs failed: {runs}. The same command tries them again")
+        which = ", ".join(cell.name for cell in failed)
+        _say(
+            f"dualres: {len(failed)} of {len(asked.cells)} runs failed, for the reasons above: {which}. The same "
+            "command tries them again"
+        )
     return 1 if failed or not texts else 0
 
 

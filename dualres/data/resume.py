@@ -42,8 +42,8 @@ class State:
 
 def check_folder(out: Path) -> None:
     """Refuse a folder that holds something else."""
-    path = out / PROGRESS
-    if not path.exists() and {file.name for file in out.iterdir()} - {partial_of(path).name, LOCK}:
+    names = {file.name for file in out.iterdir()}
+    if PROGRESS not in names and names - {partial_of(out / PROGRESS).name, LOCK}:
         raise DataError(f"{out} is not empty and holds no preparation: use a new folder")
 
 

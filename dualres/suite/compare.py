@@ -57,7 +57,7 @@ def as_text(rows: Sequence[Row]) -> str:
         lines.append([row.scale, row.method, *rate, row.loss.seeds, row.loss.text(), difference, *ratios])
     notes = ["Intervals are 95% over seeds; one seed has none."]
     if any(row.speed is not None for row in rows):
-        notes.append("Speed and memory are of runs one after the other.")
+        notes.append("Speed and memory are of runs one after the other, and empty where these had other means.")
     if swept:
         notes.append("The rates were chosen by this same loss.")
     if missing := sorted({row.scale for row in rows} - {row.scale for row in rows if row.method == BASE}):
@@ -68,14 +68,14 @@ def as_text(rows: Sequence[Row]) -> str:
 def paper_table(printed: Sequence[PrintedLoss], rows: Sequence[Row], scales: dict[str, str]) -> str:
     """The paper's loss table and ours where there is one; `scales` says which of ours stands for the paper's.
 
-    Parameters are of our model at the paper's scale, without the vocabulary.
+    Parameters are of the model that is run, by its configs, without the vocabulary.
     """
     ours = {(row.scale, row.method): row.loss for row in rows}
     lines = []
     for cell in printed:
         scale = scales.get(cell.scale, cell.scale)
         loss = ours.get((scale, cell.residual))
-        config = load_config(cell.scale, cell.residual)
+        config = load_config(scale, cell.residual)
         count = parameters(build_decoder(config.model, config.residual, device="meta"))
         size = count.total - count.vocabulary
         lines.append([cell.name, cell.scale, size, cell.loss, scale, "not run" if loss is None else loss.text()])

@@ -80,7 +80,7 @@ def cells(
 
 
 def check(matrix: Matrix) -> None:
-    """Refuse configs that differ from those of finished runs, and runs that would share a folder."""
+    """Refuse configs that differ from those of runs that were begun, and runs that would share a folder."""
     names = [cell.name for cell in matrix.cells]
     for name in names:
         if names.count(name) > 1:
@@ -92,10 +92,16 @@ def check(matrix: Matrix) -> None:
 
 
 def check_start(matrix: Matrix) -> None:
-    """Refuse before the first run what would stop a later one."""
+    """Refuse before the first run what would stop a later one, and other data than those of finished runs."""
+    left = [cell for cell in matrix.cells if not (matrix.out / cell.name / SUMMARY).exists()]
+    if not left:
+        return
     index = read_index(matrix.data)
     for cell in matrix.cells:
-        config, folder = matrix.config(cell), matrix.out / cell.name
+        if begun(matrix.out / cell.name):
+            check_data(matrix.out / cell.name, matrix.data, index)
+    for cell in left:
+        config = matrix.config(cell)
         check_batch(config, matrix.processes)
         engine_name(config, matrix.processes)
         check_vocabulary(config, matrix.data, index)
@@ -103,8 +109,6 @@ def check_start(matrix: Matrix) -> None:
             build_decoder(config.model, config.residual, device="meta")
         except ConfigError as error:
             raise ConfigError(f"{cell.name}: {error}") from None
-        if begun(folder):
-            check_data(folder, matrix.data, index)
 
 
 def run_all(matrix: Matrix, say: Callable[[str], None]) -> list[Cell]:
@@ -140,19 +144,24 @@ def _run(matrix: Matrix, cell: Cell, folder: Path) -> int:
     command += ["--device", matrix.device] if matrix.device else []
     for override in (*matrix.overrides, *cell.overrides()):
         command += ["--set", override]
-    process = subprocess.Popen(command)
+    process: subprocess.Popen[bytes] | None = None
     stopped = False
 
     def stop(number: int, frame: types.FrameType | None) -> None:
         nonlocal stopped
         stopped = True
-        process.terminate()
+        if process is not None:
+            process.terminate()
 
     before = signal.signal(signal.SIGTERM, stop)
     try:
+        process = subprocess.Popen(command)
+        if stopped:
+            process.terminate()
         code = process.wait()
     except KeyboardInterrupt:  # Ctrl-C reaches the run too: let it save
-        process.wait()
+        if process is not None:
+            process.wait()
         raise
     finally:
         signal.signal(signal.SIGTERM, before)

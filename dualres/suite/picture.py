@@ -19,6 +19,7 @@ def draw(found: Sequence[Result], path: Path) -> list[Path]:
     """A panel per scale: the mean over seeds with its range, and the validation losses as points. -> PNG and SVG"""
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.ticker import EngFormatter
 
     scales = list(dict.fromkeys(result.cell.scale for result in found))
     figure, axes = pyplot.subplots(1, len(scales), figsize=(6.4 * len(scales), 4.2), squeeze=False)
@@ -38,6 +39,7 @@ def draw(found: Sequence[Result], path: Path) -> list[Path]:
                 axis.plot(*zip(*result.validation, strict=True), "o", color=colour, markersize=3, alpha=0.7)
         axis.set_title(f"{scale}: training loss (line, range over seeds) and validation loss (points)", fontsize=9)
         axis.set_xlabel("tokens")
+        axis.xaxis.set_major_formatter(EngFormatter())
         axis.set_ylabel("loss in nats per token")
         room = 0.05 * (max(ends) - min(ends)) + 1e-3
         axis.set_ylim(min(ends) - room, max(ends) + room)

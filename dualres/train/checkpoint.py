@@ -61,7 +61,7 @@ class Checkpoints:
         """
         if self.world.leads:
             for leftover in self.folder.glob(f"*{PARTIAL}"):
-                shutil.rmtree(leftover)
+                shutil.rmtree(leftover, ignore_errors=True)
         while (newest := self.world.from_leader(_newest(self.folder))) is not None:
             wrong = self._check(newest)
             if not wrong:
@@ -128,7 +128,7 @@ class Checkpoints:
             try:
                 shutil.rmtree(old.rename(partial_of(old)))  # half removed, it must not look like a checkpoint
             except OSError as error:
-                self.say(f"the old checkpoint {old} cannot be removed ({error}): remove it by hand")
+                self.say(f"the old checkpoint {old} cannot be removed ({error}): remove {partial_of(old)} by hand")
 
 
 def step_name(step: int) -> str:
@@ -164,12 +164,12 @@ def damage(checkpoint: Path, world: World | None = None) -> list[str]:
     """
     try:
         manifest = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))["files"]
-        listed = [(name, size, checksum) for name, (size, checksum) in sorted(manifest.items())]
+        listed = [(name, int(size), checksum) for name, (size, checksum) in sorted(manifest.items())]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return [f"{checkpoint / MANIFEST} cannot be read ({error})"]
-    there = {path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*") if path.is_file()}
-    # PyTorch reads every file of weights that lies there.
-    wrong = [f"{checkpoint / name} does not belong to it" for name in sorted(there - manifest.keys() - {MANIFEST})]
+    # PyTorch reads every file of tensors that lies there.
+    there = {path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*.safetensors")}
+    wrong = [f"{checkpoint / name} does not belong to it" for name in sorted(there - manifest.keys())]
     if STATE not in manifest:
         wrong.append(f"{checkpoint / MANIFEST} lists no {STATE}")
     for name, size, checksum in _shared_out(listed, world):

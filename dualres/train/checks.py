@@ -170,15 +170,15 @@ def _run_folder(config: Config, places: Places, index: Index | None) -> Check:
     out = places.out
     if not (_there(out).is_dir() and os.access(_there(out), os.W_OK)):
         raise TrainError(f"{_there(out)} is no folder that can be written: give another --out")
+    if (out / LOCK).exists():
+        with run.alone(out):
+            pass  # no one trains there
     checkpoints = checkpoint.found(out / run.CHECKPOINTS)
     if not run.begun(out):
         return Check("run folder", "ok", f"{out} is new")
     run.check_same(out, config)
     if index is not None:
         run.check_data(out, places.data, index)
-    if (out / LOCK).exists():
-        with run.alone(out):
-            pass  # no one trains there
     if not checkpoints:
         return Check("run folder", "ok", f"{out} was begun and has no checkpoint: it starts at the first step")
     steps = steps_of(config.train, config.model.context)

@@ -2,16 +2,15 @@
 
 import contextlib
 import json
-import os
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 
 from dualres.extras import need
-from dualres.files import write_text
+from dualres.files import flush, naming, write_text
 from dualres.train.errors import TrainError
 
 METRICS, SPEED, TENSORBOARD, WANDB_ID = "metrics.jsonl", "speed.jsonl", "tensorboard", "wandb-id.txt"
@@ -26,7 +25,9 @@ class Log:
             cut(folder / name, step)
         self.metrics = (folder / METRICS).open("a", encoding="utf-8")
         self.speed = (folder / SPEED).open("a", encoding="utf-8")
-        self.board: SummaryWriter | None = SummaryWriter(str(folder / TENSORBOARD), purge_step=step + 1)
+        self.board: SummaryWriter | None = None
+        with self._viewing():
+            self.board = SummaryWriter(str(folder / TENSORBOARD), purge_step=step + 1)
         self.wandb = _wandb(folder, wandb_project) if wandb_project else None
 
     def metric(self, step: int, **values: Any) -> None:
@@ -46,34 +47,34 @@ class Log:
                 f"{self.folder / name} cannot be written ({error}): free space there and run the same command again, "
                 "it resumes from the last checkpoint"
             ) from None
-        self._view(step, values)
+        with self._viewing():
+            for key, value in values.items():
+                if self.board is not None:
+                    self.board.add_scalar(key, value, step)
         if self.wandb is not None:
             self.wandb.log(values, step=step)
 
-    def _view(self, step: int, values: dict[str, Any]) -> None:
+    @contextlib.contextmanager
+    def _viewing(self) -> Iterator[None]:
         """TensorBoard is a view of the rows: where it cannot be written, the run goes on without."""
-        if self.board is None:
-            return
         try:
-            for key, value in values.items():
-                self.board.add_scalar(key, value, step)
+            yield
         except OSError as error:
             self.board = None
             self.say(f"{self.folder / TENSORBOARD} cannot be written ({error}): going on without; {METRICS} has it all")
 
     def sync(self) -> None:
         """Bring the rows to the disk, before a checkpoint that counts on them."""
-        for file in (self.metrics, self.speed):
-            file.flush()
-            os.fsync(file.fileno())
+        for file, name in ((self.metrics, METRICS), (self.speed, SPEED)):
+            with naming(self.folder / name):
+                flush(file)
 
     def close(self) -> None:
-        """End all."""
-        self.metrics.close()
-        self.speed.close()
-        if self.board is not None:
-            with contextlib.suppress(OSError):  # a full disk: the rows have what it lacks
-                self.board.close()
+        """End all. What a full disk does not take was said when it was written."""
+        for file in (self.metrics, self.speed, self.board):
+            with contextlib.suppress(OSError):
+                if file is not None:
+                    file.close()
         if self.wandb is not None:
             self.wandb.finish()
 

@@ -147,26 +147,30 @@ def _memory(config: Config, ranks: int, parts: list[Part], gpu_memory: float | N
     limit = USABLE * gpu_memory * GIB
     if total(parts) <= limit:
         return Check("memory", "ok", f"{needed} of {gpu_memory:g} GiB")
+    says = f"{needed} do not fit {USABLE:.0%} of {gpu_memory:g} GiB"
     for change, changed, more in _changes(config, ranks):
         smaller = total(memory(changed, engine_or_asked(changed, more), more))
-        if smaller <= limit:
-            remedy = f"use {change}, {smaller / GIB:.1f} GiB"
-            break
-    else:
-        remedy = "no sharding, recomputation, micro-batch or number of GPUs up to 8 times as many is enough"
-    says = f"{needed} do not fit {USABLE:.0%} of {gpu_memory:g} GiB"
-    kept = sum(part.bytes for part in parts if part.name == ACTIVATIONS)
-    if config.train.compile != "off" and total(parts) - kept <= limit:
-        saved = f"train.compile={config.train.compile} keeps fewer activations than the {kept / GIB:.1f} GiB counted"
-        return Check("memory", "note", f"{says}, but {saved}; if it fails, {remedy}")
-    return Check("memory", "problem", f"{says}: {remedy}")
+        if smaller > limit:
+            continue
+        remedy = f"use {change}, {smaller / GIB:.1f} GiB"
+        # What recomputation can do without, a compiler may.
+        if config.train.compile != "off" and change in (f"train.recompute={how}" for how in STRONGER["none"]):
+            kept = sum(part.bytes for part in parts if part.name == ACTIVATIONS)
+            saved = (
+                f"train.compile={config.train.compile} keeps fewer activations than the {kept / GIB:.1f} GiB counted"
+            )
+            return Check("memory", "note", f"{says}, but {saved}; if it fails, {remedy}")
+        return Check("memory", "problem", f"{says}: {remedy}")
+    none = "no sharding, recomputation, micro-batch or number of GPUs up to 8 times as many is enough"
+    return Check("memory", "problem", f"{says}: {none}")
 
 
 def _changes(config: Config, ranks: int) -> Iterator[tuple[str, Config, int]]:
     """What makes a rank hold less: on the same GPUs first, the cheapest in time before the others; then on more."""
     steps: list[dict[str, Any]] = [{"engine": "fsdp2"}] if config.train.engine == "ddp" else []
     steps += [{"recompute": recompute} for recompute in STRONGER[config.train.recompute]]
-    steps += [{"micro_batch": 1}] if config.train.micro_batch > 1 else []
+    if config.train.micro_batch > 1 and config.model.moe is None:  # routers balance each micro-batch
+        steps.append({"micro_batch": 1})
     settings: dict[str, Any] = {}
     change, least = "", config
     for step in steps:

@@ -1,6 +1,7 @@
 """The processes of a run: one, or as many as `torchrun` started."""
 
 import contextlib
+import copy
 import os
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -54,17 +55,28 @@ def agree(work: Callable[[], T], group: dist.ProcessGroup | None) -> list[T]:
     """The results of all ranks of a group. A fault of one is raised on all, so that none is left waiting for it."""
     if group is None:
         return [work()]
-    answer: tuple[T | None, Exception | None]
+    result: T | None = None
+    own: Exception | None = None
     try:
-        answer = work(), None
+        result = work()
     except Exception as error:
-        answer = None, error
+        own = error
     answers: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(answers, answer, group=group)
+    dist.all_gather_object(answers, (result, _sendable(own)), group=group)
+    if own is not None:
+        raise own  # with its traceback
     for _, fault in answers:
         if fault is not None:
             raise fault
     return [result for result, _ in answers]
+
+
+def _sendable(error: Exception | None) -> Exception | None:
+    """The error as other processes can make it again: some need more arguments than they keep."""
+    try:
+        return copy.copy(error)
+    except Exception:
+        return RuntimeError(repr(error))
 
 
 @contextlib.contextmanager

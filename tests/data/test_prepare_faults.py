@@ -42,7 +42,7 @@ def test_two_preparations_in_one_folder(source: Path, tmp_path: Path):
     assert len(refusals) == 1
 
 
-def test_a_finished_folder_may_be_read_only(source: Path, tmp_path: Path):
+def test_a_finished_folder_is_not_touched(source: Path, tmp_path: Path):
     out = tmp_path / "out"
     prepare(Settings(str(source), "bytes"), out)
     before = {path: path.stat().st_mtime_ns for path in (out, *out.iterdir())}

@@ -146,10 +146,10 @@ def test_a_damaged_summary(suite: Path, data: Path, tmp_path: Path, capsys: pyte
 def test_an_interrupted_suite_goes_on(data: Path, tmp_path: Path, how: signal.Signals):
     out = tmp_path / "suite"
     command = [sys.executable, "-m", "dualres", "suite", "nano", "--residuals", "standard,attnres-block"]
-    command += arguments(data, out, train__tokens=60 * 4 * 32)
+    command += arguments(data, out, train__tokens=200 * 4 * 32)
     process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, stderr=subprocess.PIPE, text=True)
     first = out / "nano-standard-seed42"
-    end = time.monotonic() + 60
+    end = time.monotonic() + 120
     while not (first / "metrics.jsonl").exists() or not metrics(first):
         assert time.monotonic() < end
         time.sleep(0.01)
@@ -157,7 +157,7 @@ def test_an_interrupted_suite_goes_on(data: Path, tmp_path: Path, how: signal.Si
         subprocess.run(["kill", f"-{how.value}", "--", f"-{process.pid}"], check=True)
     else:  # as a scheduler does, to the command
         process.send_signal(how)
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=120)
     assert process.returncode == 130, said
     assert "stopped at step" in said
     assert not (first / SUMMARY).exists()
@@ -172,7 +172,10 @@ def test_a_failing_run_does_not_stop_the_others(data: Path, tmp_path: Path, capf
     shown = capfd.readouterr()
     assert "nano-standard-lr1e+30-seed42 failed with exit code 1" in shown.err
     last = shown.err.splitlines()[-1]
-    assert last == "dualres: 1 of 2 runs failed: nano-standard-lr1e+30-seed42. The same command tries them again"
+    assert last == (
+        "dualres: 1 of 2 runs failed, for the reasons above: nano-standard-lr1e+30-seed42. The same command tries them "
+        "again"
+    )
     assert "0.001" in shown.out
 
 

@@ -120,6 +120,7 @@ def test_a_folder_in_use_is_refused_by_all_ranks_at_once(data: Path, tmp_path: P
     assert not (folder / run.CONFIG).exists()
 
 
+@pytest.mark.skipif(not dist.is_gloo_available(), reason="this PyTorch was built without gloo")
 def test_from_two_ranks_to_one_and_back(data: Path, whole: Path, tmp_path: Path):
     """A run that begins on two, is stopped, goes on alone, is stopped again, and ends on two."""
     folder = tmp_path / "moved"

@@ -20,7 +20,7 @@ from dualres.data.shards import INDEX, TOKENIZER, read_index
 from dualres.data.tokenizer import train_bpe
 from dualres.model.decoder import Decoder, build_decoder
 from dualres.train import run
-from dualres.train.checkpoint import STATE, Checkpoints
+from dualres.train.checkpoint import STATE, Checkpoints, damage
 from dualres.train.errors import TrainError
 from dualres.train.load import load_run
 from dualres.train.log import SPEED, read_rows
@@ -225,6 +225,13 @@ def foreign_weights(checkpoint: Path) -> None:
     """PyTorch would read these over the true ones."""
     file = next((checkpoint / "weights").glob("*.safetensors"))
     shutil.copyfile(file, file.with_name("zzz.safetensors"))
+
+
+def test_a_stray_file_is_no_damage(whole: Path, tmp_path: Path):
+    """A file manager's, say. What PyTorch would not read does no harm."""
+    copy = shutil.copytree(checkpoints(whole)[-1], tmp_path / "copy")
+    (copy / ".DS_Store").touch()
+    assert damage(copy) == []
 
 
 HARMS = truncate, alter, remove, empty_manifest, manifest_of_nothing, manifest_of_another_form, foreign_weights

@@ -1,35 +1,32 @@
 """What a run has when it is taken up again, and when it may be."""
 
 import json
-import time
+import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from dualres.train import run
-from dualres.train.checkpoint import STATE, Checkpoints
+from dualres.train.checkpoint import STATE, Checkpoints, step_name
 from dualres.train.errors import TrainError
-from tests.train.tiny import STEPS, Told, checkpoints, metrics, rows, terminate, tiny_config, train_tiny
+from dualres.train.load import load_run
+from tests.train.tiny import STEPS, Told, checkpoints, metrics, terminate, tiny_config, train_tiny
 
 
-def test_the_best_so_far(data: Path, tmp_path: Path):
-    """From a rate that destroys what was learned, stopped after the best: it stays the best, and is kept."""
-    changes: dict[str, Any] = {"train__learning_rate": 1.0, "train__min_learning_rate": 0.99, "train__warmup_steps": 20}
-    config = tiny_config(**changes, train__validate_every=4)
-    folder = tmp_path / "run"
-    train_tiny(config, data, folder, Told(29, terminate))
-    validated = {row["step"]: row["validation_loss"] for row in rows(folder) if "validation_loss" in row}
-    best = min(validated, key=lambda step: validated[step])
-    assert best < 16  # else nothing is shown
-    train_tiny(config, data, folder)
-    validated = {row["step"]: row["validation_loss"] for row in rows(folder) if "validation_loss" in row}
-    assert min(list(validated.values())[7:]) > validated[best]  # nor did the second part find a better one
-    summary = json.loads((folder / run.SUMMARY).read_text())
-    assert (summary["best_step"], summary["best_validation_loss"]) == (best, validated[best])
-    assert checkpoints(folder)[0].name == f"step-{best:09d}"
+def test_the_best_so_far(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Stopped after the best: it stays the best, and is kept."""
+    validated = iter([5.0, 3.0, 4.0, 4.0, 4.0, 4.0, 3.5, 4.0, 4.0, 4.0])  # every fourth step
+    monkeypatch.setattr("dualres.train.loop.validate", lambda *_: next(validated))
+    config = tiny_config(train__validate_every=4)
+    train_tiny(config, data, tmp_path, Told(21, terminate))
+    assert [path.name for path in checkpoints(tmp_path)] == [step_name(step) for step in (8, 20, 22)]
+    train_tiny(config, data, tmp_path)
+    summary = json.loads((tmp_path / run.SUMMARY).read_text())
+    assert (summary["best_step"], summary["best_validation_loss"], summary["validation_loss"]) == (8, 3.0, 4.0)
+    assert [path.name for path in checkpoints(tmp_path)] == [step_name(step) for step in (8, 36, 40)]
+    assert load_run(tmp_path, "best").checkpoint.name == step_name(8)
 
 
 def test_the_last_validation_loss(data: Path, tmp_path: Path):
@@ -43,7 +40,7 @@ def test_the_last_validation_loss(data: Path, tmp_path: Path):
     assert after["validation_loss"] == before["validation_loss"] > 0
 
 
-def test_the_random_state(data: Path, whole: Path, tmp_path: Path):
+def test_the_random_state(data: Path, tmp_path: Path):
     """A model that draws while it trains, with dropout say, would go on with the same numbers."""
     folder = tmp_path / "run"
     config = tiny_config()
@@ -59,14 +56,15 @@ def test_what_is_saved_is_of_its_step(data: Path, tmp_path: Path, monkeypatch: p
     """Steps go on while a save is slow: it must hold what the weights were, not what they are."""
     config = tiny_config(train__tokens=8 * 4 * 32, train__checkpoint_every=100)
     train_tiny(config, data, tmp_path / "quick", Told(3, terminate))  # saved at its stop, after step 4
-    begin = Checkpoints._begin
+    begin, later = Checkpoints._begin, threading.Event()
 
     def slowly(self: Checkpoints, partial: Path) -> None:
-        time.sleep(1)
+        assert later.wait(60)
         begin(self, partial)
 
     monkeypatch.setattr(Checkpoints, "_begin", slowly)
-    train_tiny(tiny_config(train__tokens=8 * 4 * 32, train__checkpoint_every=4), data, tmp_path / "slow")
+    config = tiny_config(train__tokens=8 * 4 * 32, train__checkpoint_every=4)
+    train_tiny(config, data, tmp_path / "slow", Told(6, later.set))
     quick, slow = (
         load_file(next((tmp_path / name / "checkpoints" / "step-000000004" / "weights").glob("*.safetensors")))
         for name in ("quick", "slow")
