@@ -14,7 +14,7 @@ from dualres.config import ModelConfig, MoEConfig, ParallelConfig, ResidualConfi
 from dualres.residual.registry import METHODS
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "results").glob("*.md")])
 SOURCE = {path: path.read_text() for path in (ROOT / "dualres").rglob("*.py")}
 
 

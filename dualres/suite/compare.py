@@ -57,7 +57,9 @@ def as_text(rows: Sequence[Row]) -> str:
         lines.append([row.scale, row.method, *rate, row.loss.seeds, row.loss.text(), difference, *ratios])
     notes = ["Intervals are 95% over seeds; one seed has none."]
     if any(row.speed is not None for row in rows):
-        notes.append("Speed and memory are of runs one after the other, and empty where these had other means.")
+        notes.append(
+            "Speed and memory are of runs one after the other; empty where engine, processes, device or threads differ."
+        )
     if swept:
         notes.append("The rates were chosen by this same loss.")
     if missing := sorted({row.scale for row in rows} - {row.scale for row in rows if row.method == BASE}):

@@ -7,6 +7,8 @@ RUN/config.json      the experiment, the data, the version of dualres
     tensorboard/     both, for TensorBoard
     checkpoints/     see dualres.train.checkpoint
     summary.json     written at the end
+    verified.json    which data files were read in whole
+    lock             held while a process trains
 """
 
 import dataclasses
