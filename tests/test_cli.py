@@ -78,6 +78,16 @@ def test_bad_input_is_one_line_and_exit_2(arguments: list[str], capsys: pytest.C
         (["--help"], ["start with", "dualres describe nano dar-block", "params"]),
         (["params", "--help"], ["Exits with 1 if any differs", "--json"]),
         (["describe", "--help"], [*names("scale"), *names("residual"), "--set residual.sets=branch", "example"]),
+        (
+            ["prepare", "--help"],
+            ["goes on where it stopped", "python", "bpe:4096", "tekken", "OWNER/NAME", "--held-out"],
+        ),
+        (["train", "--help"], [*names("scale"), *names("residual"), "torchrun", "--dry-run", "--gpus", "resumes"]),
+        (["generate", "--help"], ["example", "--temperature", "--checkpoint"]),
+        (
+            ["suite", "--help"],
+            ["size-sweep", "kv-ablation", "--seeds 0,1,2", "--learning-rates", "--table", "paired by"],
+        ),
         (["--version"], ["dualres "]),
     ],
     ids=str,
