@@ -70,8 +70,8 @@ def prepare(settings: Settings, out: Path, report: Callable[[Report], None] = la
     A folder that has an index of the same settings is left as it is.
     """
     parts = open_source(settings.source, settings.field, settings.subset, settings.split)
-    inside = settings.source != PYTHON and out.resolve().is_relative_to(Path(settings.source).resolve())
-    if inside and Path(settings.source).is_dir():
+    source = Path(settings.source)
+    if settings.source != PYTHON and source.is_dir() and out.resolve().is_relative_to(source.resolve()):
         raise DataError(f"{out} lies inside its source {settings.source}: write the shards to another folder")
     out.mkdir(parents=True, exist_ok=True)
     check_folder(out)

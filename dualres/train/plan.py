@@ -153,8 +153,9 @@ def _memory(config: Config, ranks: int, parts: list[Part], gpu_memory: float | N
         if smaller > limit:
             continue
         remedy = f"use {change}, {smaller / GIB:.1f} GiB"
-        # What recomputation can do without, a compiler may.
-        if config.train.compile != "off" and change in (f"train.recompute={how}" for how in STRONGER["none"]):
+        # What recomputation alone can do without, a compiler may.
+        alone = dataclasses.replace(config.train, recompute=changed.train.recompute) == changed.train and more == ranks
+        if config.train.compile != "off" and alone:
             kept = sum(part.bytes for part in parts if part.name == ACTIVATIONS)
             saved = (
                 f"train.compile={config.train.compile} keeps fewer activations than the {kept / GIB:.1f} GiB counted"

@@ -11,11 +11,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 
 from dualres.cli import main
 from dualres.data.prepare import Settings, prepare
+from dualres.data.shards import read_index, read_tokenizer
 
 ODD = {
     "empty": "",
@@ -148,3 +150,22 @@ def memory_of_prepare(settings: Settings, out: Path, answer: Path) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     prepare(settings, out)
     answer.write_text(str((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024))
+
+
+def settings(folder: Path, **changes: Any) -> Settings:
+    """A chunk has three documents."""
+    return Settings(
+        **{"source": str(folder), "tokenizer": "bpe:300", "held_out": 0.3, "shard_tokens": 12_000, **changes}
+    )
+
+
+def texts(folder: Path, split: str) -> list[str]:
+    """The documents of a split, in order."""
+    index = read_index(folder)
+    tokenizer = read_tokenizer(folder, index)
+    found = []
+    for shard in index.train if split == "train" else index.validation:
+        tokens = np.fromfile(folder / shard.file, np.dtype(index.dtype).newbyteorder("<"))
+        ends = np.flatnonzero(tokens == index.end_of_text) + 1
+        found += [tokenizer.decode(text) for text in np.split(tokens, ends)[:-1]]
+    return found

@@ -1,16 +1,23 @@
-"""Preparing where something is in the way: another process, a full disk, a folder inside its source."""
+"""Preparing with something in the way: bad text or settings, another process, a full disk, a folder in use."""
 
 import resource
 import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from dualres.cli import main
 from dualres.data.errors import DataError
 from dualres.data.prepare import Report, Settings, prepare
-from tests.data.corpus import document, write
+from tests.data.corpus import (
+    DOCUMENTS,
+    document,
+    settings,
+    write,
+)
 
 
 @pytest.fixture
@@ -42,14 +49,6 @@ def test_two_preparations_in_one_folder(source: Path, tmp_path: Path):
     assert len(refusals) == 1
 
 
-def test_a_finished_folder_is_not_touched(source: Path, tmp_path: Path):
-    out = tmp_path / "out"
-    prepare(Settings(str(source), "bytes"), out)
-    before = {path: path.stat().st_mtime_ns for path in (out, *out.iterdir())}
-    prepare(Settings(str(source), "bytes"), out)
-    assert {path: path.stat().st_mtime_ns for path in (out, *out.iterdir())} == before
-
-
 def test_a_folder_inside_its_source(source: Path):
     with pytest.raises(DataError, match=rf"{source / 'tokens'} lies inside its source {source}"):
         prepare(Settings(str(source), "bytes"), source / "tokens")
@@ -77,3 +76,69 @@ def test_a_full_disk_is_named(limit: int, name: str, source: Path, tmp_path: Pat
     prepare(Settings(str(source), "bytes"), tmp_path / "whole")
     for path in (tmp_path / "whole").glob("*.bin"):
         assert (out / path.name).read_bytes() == path.read_bytes()
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path: Path, folder: Path):
+    (tmp_path / "thesis.partial").touch()
+    with pytest.raises(DataError, match=f"{tmp_path} is not empty and holds no preparation"):
+        prepare(settings(folder), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.partial"]
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"settings": {}, "train": [{}]}'])
+def test_progress_that_cannot_be_read(tmp_path: Path, folder: Path, content: str):
+    (tmp_path / "progress.json").write_text(content)
+    with pytest.raises(DataError, match=f"{tmp_path / 'progress.json'} cannot be read"):
+        prepare(settings(folder), tmp_path)
+
+
+NOTHING: dict[str, tuple[str, bytes]] = {
+    "empty text": ("a.txt", b""),
+    "empty gz": ("a.txt.gz", b""),
+    "blank lines of json": ("a.jsonl", b"\n\n"),
+    "empty texts": ("a.jsonl", b'{"text": ""}\n{"text": ""}'),
+}
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe:300"])
+@pytest.mark.parametrize(("name", "content"), NOTHING.values(), ids=NOTHING)
+def test_a_source_without_documents(tmp_path: Path, name: str, content: bytes, tokenizer: str):
+    (tmp_path / name).write_bytes(content)
+    for _ in ("first", "again"):
+        with pytest.raises(DataError, match=f"the source {tmp_path / name} has no documents to train on"):
+            prepare(settings(tmp_path / name, tokenizer=tokenizer), tmp_path / "out")
+    assert not (tmp_path / "out" / "index.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"held_out": -0.1}, "--held-out -0.1 is no share"),
+        ({"held_out": 1.0}, "--held-out 1.0 is no share"),
+        ({"held_out": float("nan")}, "--held-out nan is no share"),
+        ({"shard_tokens": 0}, "--shard-tokens 0 is not positive"),
+        ({"tokenizer": "bpe:many"}, "--tokenizer bpe:many: write bpe:4096"),
+        ({"tokenizer": "bpe:12"}, "a BPE of 12 entries has no room"),
+        ({"tokenizer": "missing.json"}, "--tokenizer missing.json: use bytes"),
+        ({"tokenizer": __file__}, "test_prepare_faults.py is not a tokenizer.json"),
+    ],
+    ids=str,
+)
+def test_impossible_settings(tmp_path: Path, folder: Path, changes: dict[str, Any], says: str):
+    with pytest.raises(DataError, match=says):
+        prepare(settings(folder, **changes), tmp_path / "out")
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe:300"])
+@pytest.mark.parametrize("line", ["{", "{}", r'{"text": "\ud800"}'], ids=["json", "no field", "surrogate"])
+def test_a_bad_line_is_one_line_and_exit_2(
+    tmp_path: Path, line: str, tokenizer: str, capsys: pytest.CaptureFixture[str]
+):
+    path = write(tmp_path / "a.jsonl", DOCUMENTS)
+    path.write_text(path.read_text() + "\n" + line)
+    assert main(["prepare", str(path), str(tmp_path / "out"), "--tokenizer", tokenizer]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.splitlines()[-1].startswith(f"dualres: {path}, line 14 ")
+    write(path, DOCUMENTS)
+    assert main(["prepare", str(path), str(tmp_path / "out"), "--tokenizer", tokenizer]) == 0

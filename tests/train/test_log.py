@@ -54,6 +54,7 @@ def test_rows_that_cannot_be_written(tmp_path: Path):
     log.metrics = Path("/dev/full").open("w")  # noqa: SIM115  every write to it says that the disk is full
     with pytest.raises(TrainError, match=rf"{tmp_path / METRICS} cannot be written .*No space left.*resumes"):
         log.metric(2, loss=1.0)
+    log.close()  # what is left in the file's buffer must not hide the message above
     assert [row["step"] for row in read_rows(tmp_path / METRICS)] == [1]
 
 
