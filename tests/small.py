@@ -61,7 +61,8 @@ def real_text(batch: int, length: int, step: int) -> Tensor:
 
 
 def next_token_loss(logits: Tensor, tokens: Tensor) -> Tensor:
-    return cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
+    rows = logits[:, :-1].flatten(0, 1)
+    return cross_entropy(rows.to(torch.promote_types(rows.dtype, torch.float32)), tokens[:, 1:].flatten())
 
 
 def gradients(decoder: Decoder) -> dict[str, Tensor]:

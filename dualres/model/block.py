@@ -10,10 +10,30 @@ from torch.utils.checkpoint import checkpoint
 
 from dualres.config import ResidualConfig
 from dualres.model.recompute import KEPT, Recompute
+from dualres.ops import Norm
 from dualres.residual import registry
 from dualres.residual.pathway import Pathway, embed
 
 FORMS_OF_A_BLOCK = 8  # training, validation, another shape, …: as many as PyTorch grants one function
+
+
+class NormedBranch(nn.Module):
+    """f_l: a module with its input norm, which the pathway applies in the pass that reads. It never sees a stream."""
+
+    def __init__(self, norm: nn.RMSNorm, module: nn.Module):
+        super().__init__()
+        if norm.eps is None or not norm.elementwise_affine:
+            raise ValueError("the RMSNorm of a branch needs weights and an eps: nn.RMSNorm(width, eps=1e-6)")
+        self.norm = norm
+        self.module = module
+
+    def input_norm(self) -> Norm:
+        """What the pathway needs of the norm."""
+        return Norm(self.norm.weight, cast(float, self.norm.eps))
+
+    def forward(self, h: Tensor, **context: Any) -> Tensor:
+        """The branch by itself. (B,T,D) -> (B,T,D)"""
+        return self.module(self.norm(h), **context)
 
 
 class ResidualBlock(nn.Module):
@@ -42,8 +62,13 @@ class ResidualBlock(nn.Module):
         """The block itself: what a recomputation runs again."""
         state = self.pathway.open(history)
         for i, branch in enumerate(self.branches):
-            h, state = self.pathway.read(state, i)
-            state = self.pathway.write(state, i, same_shape(branch(h, **context), h))
+            if isinstance(branch, NormedBranch):
+                h, state = self.pathway.read_normed(state, i, branch.input_norm())
+                update = branch.module(h, **context)
+            else:
+                h, state = self.pathway.read(state, i)
+                update = branch(h, **context)
+            state = self.pathway.write(state, i, same_shape(update, h))
         return self.pathway.close(state)
 
 

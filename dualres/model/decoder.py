@@ -10,23 +10,10 @@ from torch.nn.functional import linear
 
 from dualres.config import ModelConfig, ResidualConfig
 from dualres.model.attention import Attention
-from dualres.model.block import residual_stack
+from dualres.model.block import NormedBranch, residual_stack
 from dualres.model.context import Cache, Context, RouterReport, attention_mask, rotary_tables
 from dualres.model.feedforward import FeedForward
 from dualres.model.moe import MoE
-
-
-class Branch(nn.Module):
-    """f_l: an attention or feed-forward module with its input norm. It never sees a stream."""
-
-    def __init__(self, norm: nn.Module, module: nn.Module):
-        super().__init__()
-        self.norm = norm
-        self.module = module
-
-    def forward(self, h: Tensor, context: Context) -> Tensor:
-        """(B,T,D) -> (B,T,D)"""
-        return self.module(self.norm(h), context)
 
 
 class Vocabulary(nn.Module):
@@ -143,7 +130,7 @@ class Decoder(nn.Module):
         yield self.norm, "norm"
 
 
-def layer_branches(model: ModelConfig, layer: int) -> tuple[Branch, Branch]:
+def layer_branches(model: ModelConfig, layer: int) -> tuple[NormedBranch, NormedBranch]:
     """The attention and the feed-forward branch of one layer."""
     attention = Attention(model.width, model.heads, model.kv_heads, layer)
     feedforward: nn.Module
@@ -154,7 +141,7 @@ def layer_branches(model: ModelConfig, layer: int) -> tuple[Branch, Branch]:
         assert model.ffn_width is not None  # ModelConfig has checked
         feedforward = FeedForward(model.width, model.ffn_width)
     norms = [nn.RMSNorm(model.width, model.norm_eps) for _ in range(2)]
-    return Branch(norms[0], attention), Branch(norms[1], feedforward)
+    return NormedBranch(norms[0], attention), NormedBranch(norms[1], feedforward)
 
 
 def build_decoder(

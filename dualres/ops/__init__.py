@@ -1,12 +1,29 @@
-"""The operators of the pathways, and the experts' product. Which runs on which device is decided here alone."""
+"""The operators of the pathways, and the experts' product: fused kernels where the device has them, else equations."""
+# B batch  T tokens  D width  J stored streams  O output streams  R history  U query sets  K updates
 
 import functools
-from collections.abc import Callable
-from typing import TypeVar, cast
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
+from torch import Tensor
 
-from dualres.ops import grouped, reference
+from dualres.ops import choice, fused, grouped, reference
+from dualres.ops.reference import GateParameters, Norm, Route, wide
+
+__all__ = [
+    "GateParameters",
+    "Norm",
+    "depth_weights",
+    "gate_logits",
+    "gated_read",
+    "grouped_linear",
+    "hyper_read",
+    "normed",
+    "prefix",
+    "read",
+    "write",
+]
 
 Op = TypeVar("Op", bound=Callable[..., object])
 
@@ -17,8 +34,8 @@ def full_precision(op: Op) -> Op:
     @functools.wraps(op)
     def call(*args: object) -> object:
         first = args[0]
-        device = (first if isinstance(first, torch.Tensor) else cast(tuple[torch.Tensor, ...], first)[0]).device.type
-        if not torch.amp.is_autocast_available(device):
+        device = (first if isinstance(first, Tensor) else cast(tuple[Tensor, ...], first)[0]).device.type
+        if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
             return op(*args)
         with torch.autocast(device, enabled=False):
             return op(*args)
@@ -26,13 +43,154 @@ def full_precision(op: Op) -> Op:
     return cast(Op, call)
 
 
+@full_precision
+def prefix(
+    history: Sequence[Tensor], queries: Tensor, route: Route, eps: float
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Phase 1, once per block: what the history alone gives every query set, and its log-partition.
+
+    history R × (J,B,T,D), queries (U,O,D) -> retrieved U × (O,B,T,D), log-partition U × (O,B,T)
+    """
+    if choice.kind(history[0]) == "reference":
+        return reference.prefix(history, queries, route, eps)
+    found = _run("prefix", list(history), wide(queries).contiguous(), list(route[0]), list(route[1]), eps)
+    return tuple(found[: len(queries)]), tuple(found[len(queries) : 2 * len(queries)])
+
+
+@full_precision
+def read(
+    retrieved: Tensor,
+    log_partition: Tensor,
+    updates: Sequence[Tensor],
+    coefficients: Tensor | None,
+    queries: Tensor | None,
+    route: Route,
+    eps: float,
+    norm: Norm | None,
+) -> Tensor:
+    """Phase 2 without gates: the history merged with the live state, then the branch's norm if it is given.
+
+    retrieved (1,B,T,D), log_partition (1,B,T), updates K × (B,T,D), coefficients (K,J,B,T), queries (1,D) -> (B,T,D)
+    """
+    if not updates and norm is None:
+        return retrieved[0]
+    if choice.kind(retrieved) == "reference":
+        return reference.read(retrieved, log_partition, updates, coefficients, queries, route, eps, norm)
+    return _run("read", *_read_inputs(retrieved, log_partition, updates, coefficients, queries, (), route, eps, norm))[
+        0
+    ]
+
+
+@full_precision
+def normed(stream: Tensor, norm: Norm) -> Tensor:
+    """A branch's RMSNorm by itself: a read of one stream and nothing else. (1,B,T,D) -> (B,T,D)"""
+    if choice.kind(stream) == "reference":
+        return reference.normed(wide(stream[0]), norm).to(stream.dtype)
+    nothing = stream.new_empty(stream.shape[:-1], dtype=torch.float32)
+    return read(stream, nothing, (), None, None, ((0,), (0,)), 0.0, norm)
+
+
+@full_precision
+def gated_read(
+    retrieved: Tensor,
+    log_partition: Tensor,
+    updates: Sequence[Tensor],
+    coefficients: Tensor | None,
+    queries: Tensor | None,
+    gates: Sequence[GateParameters],
+    route: Route,
+    eps: float,
+    norm: Norm | None,
+) -> tuple[Tensor, Tensor]:
+    """Phase 2 of DAR: the branch input h = α⁰h⁰ + α¹h¹, and the coefficients [M(ρ) C, β] that the write leaves.
+
+    retrieved (2,B,T,D), log_partition (2,B,T), updates K × (B,T,D), coefficients (K,2,B,T), queries (2,D), gates α, β
+    and with a live state ρ -> (B,T,D), (K+1,2,B,T)
+    """
+    if choice.kind(retrieved) == "reference":
+        return reference.gated_read(retrieved, log_partition, updates, coefficients, queries, gates, route, eps, norm)
+    return _run(
+        "read", *_read_inputs(retrieved, log_partition, updates, coefficients, queries, gates, route, eps, norm)
+    )
+
+
+@full_precision
+def hyper_read(
+    updates: Sequence[Tensor],
+    coefficients: Tensor,
+    gates: Sequence[GateParameters],
+    steps: int,
+    eps: float,
+    norm: Norm | None,
+) -> tuple[Tensor, Tensor]:
+    """The branch input of mHC, Σ_j H_pre^j X^j, and the coefficients [H_res C, H_post] that the write leaves.
+
+    updates K × (B,T,D), coefficients (K,J,B,T), gates H_pre, H_post, H_res -> (B,T,D), (K+1,J,B,T)
+    """
+    if choice.kind(updates[0]) == "reference":
+        return reference.hyper_read(updates, coefficients, gates, steps, eps, norm)
+    weight, norm_eps = _norm(norm)
+    return _run("hyper_read", _contiguous(updates), coefficients, _flat(gates), weight, steps, eps, norm_eps)
+
+
+@full_precision
+def write(updates: Sequence[Tensor], coefficients: Tensor) -> Tensor:
+    """The live streams P^j = Σ_k C_k^j u_k as a state. updates K × (B,T,D), coefficients (K,J,B,T) -> (J,B,T,D)"""
+    if choice.kind(updates[0]) == "reference":
+        return reference.write(updates, coefficients)
+    return _run("write", _contiguous(updates), coefficients)
+
+
 depth_weights = full_precision(reference.depth_weights)
-prefix = full_precision(reference.prefix)
-merge = full_precision(reference.merge)
 gate_logits = full_precision(reference.gate_logits)
-mix = full_precision(reference.mix)
-transport = full_precision(reference.transport)
-gated_write = full_precision(reference.gated_write)
-sinkhorn = full_precision(reference.sinkhorn)
-mix_streams = full_precision(reference.mix_streams)
 grouped_linear = grouped.grouped_linear
+
+
+def _run(name: str, *inputs: Any) -> Any:
+    """The operator `name`; its kernels directly where there is neither a gradient nor a graph to record."""
+    first = inputs[0] if isinstance(inputs[0], Tensor) else inputs[0][0]
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or type(first) is not Tensor:
+        return getattr(fused, name)(*inputs)
+    return getattr(choice.kernels(first), name)(*inputs)
+
+
+def _read_inputs(
+    retrieved: Tensor,
+    log_partition: Tensor,
+    updates: Sequence[Tensor],
+    coefficients: Tensor | None,
+    queries: Tensor | None,
+    gates: Sequence[GateParameters],
+    route: Route,
+    eps: float,
+    norm: Norm | None,
+) -> tuple[Any, ...]:
+    """The arguments of `fused.read`."""
+    live = bool(updates)
+    asked = wide(queries).contiguous() if live and queries is not None else None
+    weight, norm_eps = _norm(norm)
+    return (
+        retrieved,
+        log_partition,
+        _contiguous(updates),
+        coefficients if live else None,
+        asked,
+        _flat(gates),
+        weight,
+        list(route[0]),
+        list(route[1]),
+        eps,
+        norm_eps,
+    )
+
+
+def _contiguous(updates: Sequence[Tensor]) -> list[Tensor]:
+    return [update.contiguous() for update in updates]
+
+
+def _flat(gates: Sequence[GateParameters]) -> list[Tensor]:
+    return [wide(parameter) for gate in gates for parameter in gate]
+
+
+def _norm(norm: Norm | None) -> tuple[Tensor | None, float]:
+    return (None, 0.0) if norm is None else (wide(norm.weight), norm.eps)

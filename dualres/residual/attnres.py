@@ -4,6 +4,9 @@
 import torch
 from torch import Tensor, nn
 
+from dualres import ops
+from dualres.ops import Norm
+from dualres.residual.live import plus
 from dualres.residual.pathway import Place
 from dualres.residual.retrieval import Retrieving, State
 from dualres.residual.route import SINGLE, VALUE_PROJECTED, Route
@@ -20,16 +23,28 @@ class AttnRes(Retrieving):
 
     def read(self, state: State, i: int) -> tuple[Tensor, State]:
         """h_l = Σ_r π_{r→l} v_r"""
-        return self.retrieve(state, i)[0], state
+        return self.retrieve(state, i, None)
+
+    def read_normed(self, state: State, i: int, norm: Norm) -> tuple[Tensor, State]:
+        """Norm(h_l)"""
+        return self.retrieve(state, i, norm)
+
+    def retrieve(self, state: State, i: int, norm: Norm | None) -> tuple[Tensor, State]:
+        """Phase 2: the history merged with the live state, where there is one."""
+        if state.live is not None:
+            state = state._replace(live=state.live.short())
+        updates, coefficients = state.live or ((), None)
+        retrieved, log_partition = state.retrieved[self.sets[i]], state.log_partition[self.sets[i]]
+        query = self.query(i) if updates else None
+        return ops.read(retrieved, log_partition, updates, coefficients, query, self.route, self.eps, norm), state
 
     def write(self, state: State, i: int, update: Tensor) -> State:
         """P^i = P^{i−1} + u"""
-        written = self.stored(i, update.to(state.retrieved.dtype))
-        return state._replace(live=written if state.live is None else state.live + written)
+        return state._replace(live=plus(state.live, self.stored(i, update.to(state.retrieved[0].dtype))))
 
-    def stored(self, i: int, update: Tensor) -> Tensor:
-        """The output of branch i in the form that states are stored in. (B,T,D) -> (J,B,T,D)"""
-        return torch.stack([update])  # a copy: a block must not return a view of what its branch computed
+    def stored(self, i: int, update: Tensor) -> tuple[Tensor, ...]:
+        """The output of branch i in the form that states are stored in. (B,T,D) -> J × (B,T,D)"""
+        return (update,)
 
 
 class ValueProjected(AttnRes):
@@ -44,9 +59,9 @@ class ValueProjected(AttnRes):
         super().__init__(dim, place, eps=eps, route=VALUE_PROJECTED)
         self.maps = nn.ModuleList(FullMap(dim) if value_rank == 0 else LowRankMap(dim, value_rank) for _ in place.sets)
 
-    def stored(self, i: int, update: Tensor) -> Tensor:
+    def stored(self, i: int, update: Tensor) -> tuple[Tensor, ...]:
         """[u, W_i u]"""
-        return torch.stack([update, self.maps[i](update).to(update.dtype)])
+        return update, self.maps[i](update).to(update.dtype)
 
 
 class FullMap(nn.Module):

@@ -1,26 +1,17 @@
 """Dual Attention Residuals: two streams; the other stream's states choose the depths, the own history is returned."""
 # B batch  T tokens  D width  U parameter sets
 
-from typing import NamedTuple, cast
+from typing import cast
 
-import torch
 from torch import Tensor, nn
 
 from dualres import ops
+from dualres.ops import GateParameters, Norm
 from dualres.residual.gates import Gate
+from dualres.residual.live import Live
 from dualres.residual.pathway import Place
 from dualres.residual.retrieval import Retrieving, State
 from dualres.residual.route import DUAL, Route
-
-
-class Gated(NamedTuple):
-    """The state between a read and its write: with the gates that the write applies."""
-
-    retrieved: Tensor  # (U,2,B,T,D)
-    log_partition: Tensor  # (U,2,B,T)
-    live: Tensor | None  # P^{i-1} (2,B,T,D); None for the first branch of the block
-    beta: Tensor  # (2,B,T)
-    rho: Tensor | None  # (B,T); None for the first branch of the block
 
 
 class Dual(Retrieving):
@@ -43,21 +34,29 @@ class Dual(Retrieving):
             for u in sorted(set(place.sets))
         )
 
-    def read(self, state: State, i: int) -> tuple[Tensor, Gated]:
+    def read(self, state: State, i: int) -> tuple[Tensor, State]:
         """h = α⁰h⁰ + α¹h¹ with α = σ(·), and for the write β = 2σ(·), both from Norm([h⁰; h¹]); ρ = σ(·) from P."""
-        gates = cast(GateSet, self.gates[self.sets[i]])
-        retrieved = self.retrieve(state, i)  # (2,B,T,D)
-        alpha = torch.sigmoid(gates.alpha(retrieved))
-        beta = 2 * torch.sigmoid(gates.beta(retrieved))
-        rho = None if state.live is None else torch.sigmoid(cast(Gate, gates.rho)(state.live))[0]
-        return ops.mix(alpha, retrieved), Gated(*state, beta, rho)
+        return self.retrieve(state, i, None)
 
-    def write(self, state: Gated, i: int, update: Tensor) -> State:
+    def read_normed(self, state: State, i: int, norm: Norm) -> tuple[Tensor, State]:
+        """Norm(h)"""
+        return self.retrieve(state, i, norm)
+
+    def retrieve(self, state: State, i: int, norm: Norm | None) -> tuple[Tensor, State]:
+        """Phase 2, with the gates; β and M(ρ) ride in the coefficients of the live streams until the write."""
+        updates, coefficients = state.live.short() if state.live else ((), None)
+        u = self.sets[i]
+        gates = cast(GateSet, self.gates[u]).parameters_of(transports=bool(updates))
+        query = self.query(i) if updates else None
+        h, left = ops.gated_read(
+            state.retrieved[u], state.log_partition[u], updates, coefficients, query, gates, self.route, self.eps, norm
+        )
+        return h, state._replace(live=Live(updates, left))
+
+    def write(self, state: State, i: int, update: Tensor) -> State:
         """P¹ = [β⁰u, β¹u], then P^i = M(ρ) P^{i−1} + [β⁰u, β¹u]"""
-        live = ops.gated_write(state.beta, update.to(state.retrieved.dtype))
-        if state.live is not None:
-            live = ops.transport(cast(Tensor, state.rho), state.live) + live
-        return State(state.retrieved, state.log_partition, live)
+        updates, coefficients = cast(Live, state.live)
+        return state._replace(live=Live((*updates, update.to(state.retrieved[0].dtype)), coefficients))
 
 
 class GateSet(nn.Module):
@@ -68,3 +67,8 @@ class GateSet(nn.Module):
         self.alpha = Gate(2, dim, 2, scale=gate_scale, bias=0.0, eps=eps)
         self.beta = Gate(2, dim, 2, scale=gate_scale, bias=0.0, eps=eps)
         self.rho = Gate(2, dim, 1, scale=gate_scale, bias=rho_bias, eps=eps) if transports else None
+
+    def parameters_of(self, transports: bool) -> list[GateParameters]:
+        """α, β and, for a branch that finds a live state, ρ."""
+        gates = [self.alpha, self.beta, *([cast(Gate, self.rho)] if transports else [])]
+        return [gate.as_parameters() for gate in gates]

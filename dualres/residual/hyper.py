@@ -1,30 +1,24 @@
 """mHC-n, manifold-constrained hyper-connections: n streams, read, mixed and written by token-wise gates."""
 # B batch  T tokens  D width  N streams
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from dualres import ops
+from dualres.ops import Norm
 from dualres.residual.gates import Gate
+from dualres.residual.live import Live, of_streams
 from dualres.residual.pathway import History, Pathway, Place
 
 OFF_DIAGONAL = -8.0  # 0 would average the streams at every branch and cripple the baseline
 
 
 class State(NamedTuple):
-    """The live streams X (N,B,T,D)."""
+    """The live streams X, a sum of the streams that the block started from and of its branch outputs."""
 
-    live: Tensor
-
-
-class Gated(NamedTuple):
-    """The state between a read and its write: with the gates that the write applies."""
-
-    live: Tensor  # (N,B,T,D)
-    mixing: Tensor  # (N,N,B,T) doubly stochastic
-    post: Tensor  # (N,B,T)
+    live: Live
 
 
 class HyperConnections(Pathway):
@@ -35,7 +29,7 @@ class HyperConnections(Pathway):
 
     def __init__(self, dim: int, place: Place, *, streams: int, gate_scale: float, sinkhorn_steps: int, eps: float):
         super().__init__()
-        self.sinkhorn_steps = sinkhorn_steps
+        self.sinkhorn_steps, self.eps = sinkhorn_steps, eps
         diagonal = (OFF_DIAGONAL * (1 - torch.eye(streams, device="cpu"))).flatten()
 
         def gates(values: int, bias: float | Tensor) -> nn.ModuleList:
@@ -48,18 +42,36 @@ class HyperConnections(Pathway):
 
     def open(self, history: History) -> State:
         """The block goes on from the streams of the one before."""
-        return State(history[-1])
+        return State(of_streams(history[-1]))
 
-    def read(self, state: State, i: int) -> tuple[Tensor, Gated]:
+    def read(self, state: State, i: int) -> tuple[Tensor, State]:
         """h = Σ_j σ(·)^j X^j; the gates of the write are computed from the same X."""
-        live = state.live
-        pre = torch.sigmoid(self.pre[i](live))
-        post = 2 * torch.sigmoid(self.post[i](live))
-        square = (len(live), *live.shape[:-1])  # (N,N,B,T)
-        mixing = ops.sinkhorn(self.mixing[i](live).view(square), self.sinkhorn_steps)
-        return ops.mix(pre, live), Gated(live, mixing, post)
+        return self.mixed(state, i, None)
 
-    def write(self, state: Gated, i: int, update: Tensor) -> State:
+    def read_normed(self, state: State, i: int, norm: Norm) -> tuple[Tensor, State]:
+        """Norm(h)"""
+        return self.mixed(state, i, norm)
+
+    def mixed(self, state: State, i: int, norm: Norm | None) -> tuple[Tensor, State]:
+        """H_pre X; H_res and H_post ride in the coefficients of the live streams until the write."""
+        updates, coefficients = state.live.short()
+        gates = [cast(Gate, kind[i]).as_parameters() for kind in (self.pre, self.post, self.mixing)]
+        h, left = ops.hyper_read(updates, coefficients, gates, self.sinkhorn_steps, self.eps, norm)
+        return h, State(Live(updates, left))
+
+    def write(self, state: State, i: int, update: Tensor) -> State:
         """X ← H_res X + H_post u"""
-        written = ops.gated_write(state.post, update.to(state.live.dtype))
-        return State(ops.mix_streams(state.mixing, state.live) + written)
+        updates, coefficients = state.live
+        return State(Live((*updates, update.to(updates[0].dtype)), coefficients))
+
+    def close(self, state: State) -> Tensor:
+        """The streams that the next block starts from."""
+        return state.live.streams()
+
+    def streams(self, state: State) -> Tensor:
+        """The live streams (N,B,T,D)."""
+        return state.live.streams()
+
+    def with_streams(self, state: State, live: Tensor) -> State:
+        """The same state with other live streams (N,B,T,D)."""
+        return State(of_streams(live))

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from dualres.ops import Norm
+
 History = tuple[Tensor, ...]  # H_0 … H_{b-1}; each (J,B,T,D), contiguous, never changed in place
 
 
@@ -37,7 +39,7 @@ class Pathway(nn.Module):
 
         history ──open──▶ state ──read──▶ h ─▶ branch ─▶ u ──write──▶ state … ──close──▶ H_b
 
-    The state is a `NamedTuple` with a field `live`, born in `open` and dead after `close`. Nothing is kept on `self`
+    The state is a `NamedTuple`, born in `open` and dead after `close`. Nothing is kept on `self`
     and nothing is changed in place, so a block can be recomputed, compiled, sharded and cut off for a pipeline.
     """
 
@@ -50,6 +52,11 @@ class Pathway(nn.Module):
     def read(self, state: Any, i: int) -> tuple[Tensor, Any]:
         """The input (B,T,D) of branch i; gates that the write will need ride along in the state."""
         raise NotImplementedError
+
+    def read_normed(self, state: Any, i: int, norm: Norm) -> tuple[Tensor, Any]:
+        """`read`, followed by the RMSNorm of the branch; a pathway that can do both in one pass overrides this."""
+        h, state = self.read(state, i)
+        return nn.functional.rms_norm(h, norm.weight.shape, norm.weight, norm.eps), state
 
     def write(self, state: Any, i: int, update: Tensor) -> Any:
         """Put the output (B,T,D) of branch i into the live streams."""

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from dualres import ops
+from dualres.ops.reference import wide
+from dualres.residual.live import Live, of_streams
 from dualres.residual.pathway import History, Pathway, Place
 from dualres.residual.route import Route
 
@@ -14,9 +16,9 @@ from dualres.residual.route import Route
 class State(NamedTuple):
     """What the history alone gives every query set, and the live state that the block builds."""
 
-    retrieved: Tensor  # (U,O,B,T,D)
-    log_partition: Tensor  # (U,O,B,T)
-    live: Tensor | None  # (J,B,T,D); None before the first write
+    retrieved: tuple[Tensor, ...]  # U × (O,B,T,D)
+    log_partition: tuple[Tensor, ...]  # U × (O,B,T)
+    live: Live | None  # J streams; None before the first write
 
 
 class Queries(nn.Module):
@@ -54,17 +56,26 @@ class Retrieving(Pathway):
     def open(self, history: History) -> State:
         """Phase 1: read every history state once, for all queries of the block."""
         if self.queries is None:  # a block of one branch that sees H_0 alone
-            only = torch.stack([history[0][v] for v in self.route.value]).unsqueeze(0)
-            return State(only, only.new_zeros(only.shape[:-1]), live=None)
+            only = torch.stack([history[0][v] for v in self.route.value])
+            return State((only,), (wide(only.new_zeros(only.shape[:-1])),), live=None)
         return State(*ops.prefix(history, self.queries(), self.route, self.eps), live=None)
 
-    def retrieve(self, state: State, i: int) -> Tensor:
-        """Phase 2: what branch i reads in each output stream, the live state included. -> (O,B,T,D)"""
-        own = slice(self.sets[i], self.sets[i] + 1)
-        if state.live is None or self.queries is None:
-            return state.retrieved[own][0]
-        retrieved, log_partition, queries = state.retrieved[own], state.log_partition[own], self.queries()[own]
-        return ops.merge(retrieved, log_partition, state.live, queries, self.route, self.eps)[0]
+    def query(self, i: int) -> Tensor | None:
+        """The query of branch i, one per output stream. -> (O,D)"""
+        return None if self.queries is None else self.queries()[self.sets[i]]
+
+    def close(self, state: State) -> Tensor:
+        """H_b is what the live streams have become."""
+        assert state.live is not None
+        return state.live.streams()
+
+    def streams(self, state: State) -> Tensor | None:
+        """The live streams (J,B,T,D), None before the first write."""
+        return None if state.live is None else state.live.streams()
+
+    def with_streams(self, state: State, live: Tensor) -> State:
+        """The same state with other live streams (J,B,T,D)."""
+        return state._replace(live=of_streams(live))
 
 
 class Retrieval(nn.Module):
@@ -77,5 +88,5 @@ class Retrieval(nn.Module):
 
     def forward(self, *history: Tensor) -> Tensor:
         """R × (J,B,T,D) -> (B,T,D)"""
-        retrieved, _ = ops.prefix(history, self.queries(), self.route, self.eps)
-        return retrieved[0].sum(0)
+        (retrieved,), _ = ops.prefix(history, self.queries(), self.route, self.eps)
+        return retrieved.sum(0)

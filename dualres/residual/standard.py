@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from dualres import ops
+from dualres.ops import Norm
 from dualres.residual.pathway import History, Pathway, Place
 
 
@@ -26,6 +28,10 @@ class Standard(Pathway):
     def read(self, state: State, i: int) -> tuple[Tensor, State]:
         """h_l is the stream itself."""
         return state.live[0], state
+
+    def read_normed(self, state: State, i: int, norm: Norm) -> tuple[Tensor, State]:
+        """Norm(h_l)"""
+        return ops.normed(state.live, norm), state
 
     def write(self, state: State, i: int, update: Tensor) -> State:
         """h_l + f_l(h_l)"""

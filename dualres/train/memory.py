@@ -2,9 +2,9 @@
 
     peak = weights + gradients + moments + the engine's buffers + activations + loss + work
 
-The last three are counted while the objective runs, with the operators of the CPU in eager mode. Fused kernels and
-`torch.compile` keep less; what a kernel needs inside and an allocator's fragments are not seen. So it is an estimate,
-and no GPU has confirmed it.
+The last three are counted while the objective runs in eager mode, with the fused operators of the pathways and the
+CPU's of everything else. `torch.compile` keeps less; what a kernel needs inside and an allocator's fragments are not
+seen. So it is an estimate, and no GPU has confirmed it.
 """
 # B batch  T tokens
 

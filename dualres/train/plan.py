@@ -19,8 +19,8 @@ USABLE = 0.9  # of a GPU's memory: its driver, NCCL and the allocator's fragment
 STRONGER: dict[str, tuple[Recompute, ...]] = {"none": ("selective", "full"), "selective": ("full",), "full": ()}
 ESTIMATE = """\
 An estimate that no GPU has confirmed. Activations, loss and work were counted by running the model on tensors without
-memory, eagerly and with the reference operators: torch.compile and fused kernels keep less; what kernels need inside,
-NCCL and the allocator's fragments are not in it."""
+memory, eagerly and with the fused operators: torch.compile keeps less; what kernels need inside, NCCL and the
+allocator's fragments are not in it."""
 
 
 class Batch(NamedTuple):

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.autograd import gradcheck
 
-from dualres import ops
 from dualres.ops import reference
+from dualres.ops.reference import GateParameters, Norm
 from dualres.residual import route
 from tests.small import relative_error
 
@@ -40,12 +40,12 @@ def test_two_phases_equal_one_softmax(name: str, length: int, sets: int, live: b
     rule, streams = ROUTES[name]
     *history, partial = states(length + 1, streams, (3, 4, 13))
     queries = random(sets, len(rule.key), 13)
-    merged, log_partition = reference.prefix(history, queries, rule, EPS)
-    candidates = history
+    retrieved, log_partition = reference.prefix(history, queries, rule, EPS)
+    candidates = [*history, partial] if live else history
     if live:
-        merged = reference.merge(merged, log_partition, partial, queries, rule, EPS)
-        candidates = [*history, partial]
-    assert relative_error(merged, reference.retrieve(candidates, queries, rule, EPS)) < 1e-12
+        each = zip(retrieved, log_partition, queries, strict=True)
+        retrieved = tuple(reference.merge(h, z, partial, query, rule, EPS) for h, z, query in each)
+    assert relative_error(torch.stack(retrieved), reference.retrieve(candidates, queries, rule, EPS)) < 1e-12
 
 
 @pytest.mark.parametrize("name", ROUTES)
@@ -81,18 +81,21 @@ def test_retrieval_gradients(name: str):
 
     def both(queries: Tensor, live: Tensor, *history: Tensor) -> tuple[Tensor, Tensor]:
         retrieved, log_partition = reference.prefix(history, queries, rule, EPS)
-        return reference.merge(retrieved, log_partition, live, queries, rule, EPS), log_partition
+        return reference.merge(retrieved[1], log_partition[1], live, queries[1], rule, EPS), log_partition[0]
 
     assert gradcheck(both, (queries, live, *history))
 
 
 GATE_ROWS: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
-    "gate_logits": (lambda x, w, s, b: reference.gate_logits(x, w, s, b, EPS), [(2, 1, 3, 5), (3, 2, 5), (1,), (3,)]),
+    "gate_logits": (
+        lambda x, *gate: reference.gate_logits(x, GateParameters(*gate), EPS),
+        [(2, 1, 3, 5), (3, 2, 5), (1,), (3,)],
+    ),
     "mix": (reference.mix, [(2, 1, 3), (2, 1, 3, 5)]),
-    "transport": (reference.transport, [(1, 3), (2, 1, 3, 5)]),
-    "gated_write": (reference.gated_write, [(2, 1, 3), (1, 3, 5)]),
+    "transport": (reference.transport, [(1, 3), (4, 2, 1, 3)]),
+    "normed": (lambda h, weight: reference.normed(h, Norm(weight, EPS)), [(1, 3, 5), (5,)]),
     "sinkhorn": (lambda x: reference.sinkhorn(x, 20), [(3, 3, 1, 2)]),
-    "mix_streams": (reference.mix_streams, [(4, 4, 1, 3), (4, 1, 3, 5)]),
+    "combine": (lambda c, *u: reference.combine(u, c), [(3, 2, 1, 3), (1, 3, 5), (1, 3, 5), (1, 3, 5)]),
 }
 
 
@@ -104,10 +107,8 @@ def test_gate_gradients(name: str):
 
 def test_transport_is_doubly_stochastic():
     rho = torch.sigmoid(random(3, 4, scale=3)).detach()
-    matrix = torch.stack(
-        [reference.transport(rho, unit.expand(3, 4, 2).permute(2, 0, 1)[..., None]) for unit in torch.eye(2)]
-    )
-    matrix = matrix[..., 0]  # (column, row, B, T)
+    units = torch.eye(2, dtype=rho.dtype)[:, :, None, None].expand(2, 2, 3, 4)
+    matrix = reference.transport(rho, units)  # (column, row, B, T)
     torch.testing.assert_close(matrix[0, 0], rho.to(matrix.dtype))
     torch.testing.assert_close(matrix[1, 0], 1 - rho.to(matrix.dtype))
     torch.testing.assert_close(matrix.sum(0), torch.ones_like(matrix[0]))
@@ -145,8 +146,20 @@ def test_gate_norm_spans_all_streams():
     x, weight = random(2, 1, 1, 3).detach(), random(1, 2, 3).detach()
     both = torch.cat([x[0, 0, 0], x[1, 0, 0]])
     expected = 0.5 * (both / (both.square().mean() + EPS).sqrt()) @ weight.flatten() + 0.25
-    logit = reference.gate_logits(x, weight, torch.tensor([0.5]).double(), torch.tensor([0.25]).double(), EPS)
+    gate = GateParameters(weight, torch.tensor([0.5]).double(), torch.tensor([0.25]).double())
+    logit = reference.gate_logits(x, gate, EPS)
     torch.testing.assert_close(logit[0, 0, 0], expected)
+
+
+def test_transport_of_coefficients_is_transport_of_streams():
+    """M(ρ) P + [β⁰u, β¹u], the paper's write, is the same sum with coefficients [M(ρ) C, β]."""
+    updates, coefficients = [random(1, 3, 5), random(1, 3, 5, scale=2)], random(2, 2, 1, 3)
+    rho, beta, u = torch.sigmoid(random(1, 3)), random(2, 1, 3), random(1, 3, 5, scale=3)
+    live = reference.combine(updates, coefficients)
+    keep = rho.unsqueeze(-1)
+    written = keep * live + (1 - keep) * live.flip(0) + beta.unsqueeze(-1) * u
+    left = torch.cat([reference.transport(rho, coefficients), beta.unsqueeze(0)])
+    assert relative_error(reference.combine([*updates, u], left), written) < 1e-14
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -155,58 +168,35 @@ def test_low_precision_reduces_in_float32(name: str, dtype: torch.dtype):
     """Odd shapes; the only errors are those of storing inputs and outputs in the low precision."""
     rule, streams = ROUTES[name]
     history = [state.to(dtype) for state in states(5, streams, (3, 37, 123))]
-    live, queries = history.pop(), random(2, len(rule.key), 123, dtype=dtype, scale=0.2).detach()
-    retrieved, log_partition = ops.prefix(history, queries, rule, EPS)
-    merged = ops.merge(retrieved, log_partition, live, queries, rule, EPS)
-    assert (retrieved.dtype, log_partition.dtype, merged.dtype) == (dtype, torch.float32, dtype)
-
+    queries = random(2, len(rule.key), 123, dtype=dtype, scale=0.2).detach()
+    retrieved, log_partition = reference.prefix(history, queries, rule, EPS)
+    assert (retrieved[0].dtype, log_partition[0].dtype) == (dtype, torch.float32)
     exact = [state.double() for state in history]
     wanted, wanted_partition = reference.prefix(exact, queries.double(), rule, EPS)
     stored = {torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}[dtype]  # half a unit in the last place
-    assert relative_error(log_partition, wanted_partition) < 1e-6
-    assert relative_error(retrieved, wanted) < stored
-    candidates = [*exact, live.double()]
-    assert relative_error(merged, reference.retrieve(candidates, queries.double(), rule, EPS)) < stored
+    assert relative_error(torch.stack(log_partition), torch.stack(wanted_partition)) < 1e-6
+    assert relative_error(torch.stack(retrieved), torch.stack(wanted)) < stored
 
 
-LOW_PRECISION = {torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}  # half a unit in the last place
-WIDE_ROWS: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
-    "gate_logits": (lambda x, w, s, b: ops.gate_logits(x, w, s, b, EPS), [(2, 3, 37, 123), (3, 2, 123), (1,), (3,)]),
-    "mix": (ops.mix, [(8, 3, 37), (8, 3, 37, 123)]),
-    "transport": (ops.transport, [(3, 37), (2, 3, 37, 123)]),
-    "gated_write": (ops.gated_write, [(2, 3, 37), (3, 37, 123)]),
-    "mix_streams": (ops.mix_streams, [(8, 8, 3, 37), (8, 3, 37, 123)]),
-}
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_read_rounds_once(dtype: torch.dtype):
+    """Streams in the low precision, everything between them in float32."""
+    shape, width = (3, 37), 123
+    h, updates = random(2, *shape, width, dtype=dtype), [random(*shape, width, dtype=dtype) for _ in range(2)]
+    partition, coefficients = random(2, *shape, dtype=torch.float32), random(2, 2, *shape, dtype=torch.float32)
+    queries, weight = random(2, width, dtype=torch.float32, scale=0.2), random(width, dtype=torch.float32)
+    gates = [
+        GateParameters(*(random(*size, dtype=torch.float32) for size in ((values, 2, width), (1,), (values,))))
+        for values in (2, 2, 1)
+    ]
 
+    def read(cast: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        own = [GateParameters(*map(cast, gate)) for gate in gates]
+        live = [cast(u) for u in updates], cast(coefficients)
+        norm = Norm(cast(weight), EPS)
+        return reference.gated_read(cast(h), cast(partition), *live, cast(queries), own, route.DUAL, EPS, norm)
 
-@pytest.mark.parametrize("dtype", LOW_PRECISION, ids=str)
-@pytest.mark.parametrize("name", WIDE_ROWS)
-def test_low_precision_streams_are_rounded_once(name: str, dtype: torch.dtype):
-    """Gates are float32, streams and weights in the low precision, and the result is rounded to it at most once."""
-    op, shapes = WIDE_ROWS[name]
-    stored = (0, 1, 2, 3) if name == "gate_logits" else (1,)  # the other inputs are gates
-    inputs = [random(*shape).detach() for shape in shapes]
-    low = [x.to(dtype if i in stored else torch.float32) for i, x in enumerate(inputs)]
-    ours, wanted = op(*low), op(*(x.double() for x in low))
-    logits = name == "gate_logits"
-    assert ours.dtype == (torch.float32 if logits else dtype)
-    assert relative_error(ours, wanted) < (1e-6 if logits else LOW_PRECISION[dtype] / 2)
-
-
-@pytest.mark.parametrize("name", ["prefix", "merge", *WIDE_ROWS])
-def test_autocast_rounds_nothing(name: str):
-    if name in WIDE_ROWS:
-        op, shapes = WIDE_ROWS[name]
-        inputs = [random(*shape, dtype=torch.float32).detach() for shape in shapes]
-    else:
-        history = states(4, 2, (2, 5, 64), torch.float32)
-        queries = random(2, 2, 64, dtype=torch.float32).detach()
-        retrieved, log_partition = ops.prefix(history, queries, route.DUAL, EPS)
-        if name == "prefix":
-            op, inputs = (lambda *h: ops.prefix(h, queries, route.DUAL, EPS)[0]), history
-        else:
-            op = lambda h, z, live: ops.merge(h, z, live, queries, route.DUAL, EPS)  # noqa: E731
-            inputs = [retrieved, log_partition, history[0]]
-    plain = op(*inputs)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(op(*inputs), plain)
+    (ours, left), (wanted, wanted_left) = read(lambda x: x), read(Tensor.double)
+    assert (ours.dtype, left.dtype) == (dtype, torch.float32)
+    assert relative_error(ours, wanted) < {torch.float32: 1e-6, torch.float16: 2.5e-4, torch.bfloat16: 2e-3}[dtype]
+    assert relative_error(left, wanted_left) < 1e-6

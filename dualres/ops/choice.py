@@ -1,0 +1,62 @@
+"""Which kernels run on which device: the one place that decides.
+
+DUALRES_OPS=reference, native or triton forces one kind everywhere (triton on a CPU needs TRITON_INTERPRET=1).
+"""
+
+import functools
+import importlib
+import os
+import warnings
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+Kind = Literal["reference", "native", "triton"]
+KINDS = ("reference", "native", "triton")
+BY_DEVICE: dict[str, Kind] = {"cpu": "native", "cuda": "triton"}  # ROCm calls its devices cuda, too
+FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+PACKAGES = {"native": "numba", "triton": "triton"}
+
+
+def forced() -> Kind | None:
+    """What DUALRES_OPS asks for, if anything."""
+    asked = os.environ.get("DUALRES_OPS") or None
+    if asked is not None and asked not in KINDS:
+        raise ValueError(f"DUALRES_OPS={asked!r} is unknown: use one of {', '.join(KINDS)}, or leave it unset")
+    return asked  # type: ignore[return-value]
+
+
+FORCED = forced()
+
+
+def kind(tensor: Tensor) -> Kind:
+    """The operators that `tensor` takes: kernels for its device, or the equations where there are none for it."""
+    if tensor.dtype not in FUSED_DTYPES:
+        return "reference"  # float64
+    found = FORCED or BY_DEVICE.get(tensor.device.type, "reference")
+    return found if found == "reference" or available(found) else "reference"
+
+
+def kernels(tensor: Tensor) -> Any:
+    """The module of kernels for the device of `tensor`; not called where `kind` says "reference"."""
+    return module(FORCED or BY_DEVICE[tensor.device.type])
+
+
+@functools.cache
+def module(kind: Kind) -> Any:
+    """`dualres.ops.native` or `dualres.ops.triton`."""
+    return importlib.import_module(f"dualres.ops.{kind}")
+
+
+@functools.cache
+def available(kind: Kind) -> bool:
+    """Whether the package that compiles the kernels is installed; a note says so once when it is not."""
+    if importlib.util.find_spec(PACKAGES[kind]) is not None:
+        return True
+    warnings.warn(
+        f"{PACKAGES[kind]} is not installed, so residual pathways run as plain PyTorch, slower and with more memory: "
+        f"pip install {PACKAGES[kind]}",
+        stacklevel=2,
+    )
+    return False

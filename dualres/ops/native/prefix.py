@@ -1,0 +1,242 @@
+"""Phase 1 on a CPU: a token reads its history from memory once, forward and backward.
+
+Its rows are copied side by side: where they lie, a power of two apart, they would drive each other out of the cache
+between the search for their weights and their sum.
+"""
+# N tokens  D width  J stored streams  O output streams  R history  U query sets  M = U·O queries
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from numba import njit
+from torch import Tensor
+
+from dualres.ops.native.rows import (
+    LIKE,
+    OPTIONS,
+    add_rows,
+    expect,
+    expect_store,
+    finish,
+    load,
+    load_with_dots,
+    row_of,
+    store,
+    streams_of,
+    sum_chosen,
+    target,
+    two_dots,
+)
+from dualres.ops.native.threads import parts, share
+
+
+def prefix(history: list[Tensor], queries: Tensor, key: list[int], value: list[int], eps: float) -> list[Tensor]:
+    """See `dualres.ops.fused.prefix`."""
+    state, (sets, outputs, width) = history[0], queries.shape
+    tokens = state[0, ..., 0].numel()
+    retrieved = [state.new_empty(outputs, *state.shape[1:]) for _ in range(sets)]
+    partition = [queries.new_empty(outputs, *state.shape[1:3]) for _ in range(sets)]
+    logits = queries.new_empty(len(history), sets, outputs, *state.shape[1:3])
+    norms = queries.new_empty(len(history), *state.shape[:3])
+    arguments = (
+        streams_of(history),
+        queries.view(-1, width).numpy(),
+        by_stream(key, len(state), sets),
+        np.array(value * sets),
+        eps,
+        streams_of(retrieved).ravel(),
+        streams_of(partition).ravel(),
+        logits.view(len(history), -1, tokens).numpy(),
+        norms.view(len(history), -1, tokens).numpy(),
+        LIKE[state.dtype],
+    )
+    share(lambda part, first, last: _forward(first, last, *arguments), tokens)
+    return [*retrieved, *partition, logits, norms]
+
+
+def by_stream(chosen: list[int], streams: int, sets: int) -> "np.ndarray[Any, np.dtype[np.int64]]":
+    """The queries m whose output stream has chosen stored stream j; −1 fills the rows. -> (J,M+2)"""
+    table = np.full((streams, sets * len(chosen) + 2), -1)
+    for j in range(streams):
+        own = [m for m in range(sets * len(chosen)) if chosen[m % len(chosen)] == j]
+        table[j, : len(own)] = own
+    return table
+
+
+@njit(**OPTIONS)
+def _forward(
+    first: int,
+    last: int,
+    history: Any,
+    queries: Any,
+    scoring: Any,
+    value: Any,
+    eps: float,
+    retrieved: Any,
+    partition: Any,
+    logits: Any,
+    norms: Any,
+    like: Any,
+) -> None:
+    states, asked, _ = logits.shape
+    streams, width = norms.shape[1], queries.shape[1]
+    rows, total = np.empty((streams, states, width), np.float32), np.empty(width, np.float32)
+    single = np.empty(0, np.float32)
+    weights = np.empty((asked, states), np.float32)
+    for t in range(first, last):
+        for r in range(states):
+            for j in range(streams):
+                row = rows[j, r]
+                a, b = max(scoring[j, 0], 0), max(scoring[j, 0], scoring[j, 1], 0)
+                read = row_of(history[r, j], t, width, like)
+                square, one, two = load_with_dots(row, read, queries[a], queries[b])
+                expect(history[r, j], min(t + 1, last - 1), width, like)
+                norm = np.float32(1 / math.sqrt(square / width + eps))
+                norms[r, j, t] = norm
+                n = 0
+                while scoring[j, n] >= 0:
+                    logits[r, a, t], logits[r, b, t] = one * norm, two * norm
+                    n += 2 if b > a else 1
+                    if scoring[j, n] >= 0:
+                        a, b = scoring[j, n], max(scoring[j, n], scoring[j, n + 1])
+                        one, two = two_dots(queries[a], queries[b], row)
+        for m in range(asked):
+            highest = logits[0, m, t]
+            for r in range(1, states):
+                highest = max(highest, logits[r, m, t])
+            mass = np.float32(0)
+            for r in range(states):
+                weights[m, r] = math.exp(logits[r, m, t] - highest)
+                mass += weights[m, r]
+            for r in range(states):
+                weights[m, r] /= mass
+            row_of(partition[m], t, 1, single)[0] = highest + math.log(mass)
+        for m in range(asked):
+            row = row_of(retrieved[m], t, width, like)
+            sums = target(row, total)
+            sums[:] = 0
+            add_rows(sums, weights[m], rows[value[m]])
+            finish(row, sums)
+
+
+def prefix_backward(
+    d_retrieved: list[Tensor],
+    d_partition: list[Tensor],
+    history: list[Tensor],
+    queries: Tensor,
+    partition: list[Tensor],
+    logits: Tensor,
+    norms: Tensor,
+    key: list[int],
+    value: list[int],
+) -> list[Tensor]:
+    """See `dualres.ops.fused.prefix_backward`."""
+    state, (sets, _, width) = history[0], queries.shape
+    tokens = state[0, ..., 0].numel()
+    d_history = [torch.empty_like(state) for state in history]
+    d_queries = queries.new_zeros(parts(tokens), *queries.shape)
+    partial = d_queries.view(len(d_queries), -1, width).numpy()
+    arguments = (
+        streams_of(d_retrieved).ravel(),
+        streams_of(d_partition).ravel(),
+        streams_of(history),
+        queries.view(-1, width).numpy(),
+        streams_of(partition).ravel(),
+        logits.view(len(history), -1, tokens).numpy(),
+        norms.view(len(history), -1, tokens).numpy(),
+        np.array(key * sets),
+        by_stream(value, len(state), sets),
+        streams_of(d_history),
+        LIKE[state.dtype],
+    )
+    share(lambda part, first, last: _backward(first, last, *arguments, partial[part]), tokens)
+    return [*d_history, d_queries.sum(0)]
+
+
+@njit(**OPTIONS)
+def _backward(
+    first: int,
+    last: int,
+    d_retrieved: Any,
+    d_partition: Any,
+    history: Any,
+    queries: Any,
+    partition: Any,
+    logits: Any,
+    norms: Any,
+    key: Any,
+    returning: Any,
+    d_history: Any,
+    like: Any,
+    d_queries: Any,
+) -> None:
+    states, asked, _ = logits.shape
+    streams, width = norms.shape[1], queries.shape[1]
+    rows, total = np.empty((streams, states, width), np.float32), np.empty(width, np.float32)
+    single = np.empty(0, np.float32)
+    p = np.empty((asked, states), np.float32)  # the weights of the softmax
+    da = np.empty((asked, states), np.float32)  # gradients of the weights, then of the logits
+    scored = np.empty((asked, states), np.float32)  # da · norm
+    # The gradient of a state is a sum of gradients of what was retrieved, and of queries.
+    bank = np.empty((2 * asked, width), np.float32)
+    terms = np.full((streams, len(bank)), -1)
+    weights = np.empty(len(bank), np.float32)
+    for m in range(asked):
+        store(bank[asked + m], queries[m])
+    for j in range(streams):
+        n = 0
+        while returning[j, n] >= 0:
+            terms[j, n] = returning[j, n]
+            n += 1
+        for m in range(asked):
+            if key[m] == j:
+                terms[j, n] = asked + m
+                n += 1
+    for t in range(first, last):
+        for m in range(asked):
+            load(bank[m], row_of(d_retrieved[m], t, width, like))
+            log_mass = row_of(partition[m], t, 1, single)[0]
+            for r in range(states):
+                p[m, r] = math.exp(logits[r, m, t] - log_mass)
+        for r in range(states):
+            for j in range(streams):
+                row = rows[j, r]
+                a, b = max(returning[j, 0], 0), max(returning[j, 0], returning[j, 1], 0)
+                read = row_of(history[r, j], t, width, like)
+                _, one, two = load_with_dots(row, read, bank[a], bank[b])
+                expect(history[r, j], min(t + 1, last - 1), width, like)
+                expect_store(d_history[r, j], t, width, like)
+                n = 0
+                while returning[j, n] >= 0:
+                    da[a, r], da[b, r] = one, two
+                    n += 2 if b > a else 1
+                    if returning[j, n] >= 0:
+                        a, b = returning[j, n], max(returning[j, n], returning[j, n + 1])
+                        one, two = two_dots(bank[a], bank[b], row)
+        for m in range(asked):
+            delta = np.float32(0)
+            for r in range(states):
+                delta += p[m, r] * da[m, r]
+            given = row_of(d_partition[m], t, 1, single)[0]
+            for r in range(states):
+                da[m, r] = p[m, r] * (da[m, r] - delta + given)
+                scored[m, r] = da[m, r] * norms[r, key[m], t]
+        for j in range(streams):
+            for r in range(states):
+                n, shrink = 0, np.float32(0)
+                while returning[j, n] >= 0:
+                    weights[n] = p[returning[j, n], r]
+                    n += 1
+                for m in range(asked):
+                    if key[m] == j:
+                        weights[n] = scored[m, r]
+                        shrink -= scored[m, r] * norms[r, j, t] * logits[r, m, t] / width
+                        n += 1
+                row = row_of(d_history[r, j], t, width, like)
+                sums = target(row, total)
+                sum_chosen(sums, shrink, rows[j, r], weights, bank, terms[j])
+                finish(row, sums)
+        for m in range(asked):
+            add_rows(d_queries[m], scored[m], rows[key[m]])

@@ -1,0 +1,205 @@
+"""Which kernels run where, and that operators behave as PyTorch's own: opcheck, autocast, recomputation, threads."""
+
+import copy
+import os
+import subprocess
+import sys
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from dualres import ops
+from dualres.config import ResidualConfig
+from dualres.model.decoder import Decoder
+from dualres.ops import choice, fused
+from dualres.ops.reference import GateParameters, Norm
+from dualres.residual import route
+from tests.small import RESIDUALS, gradients, model_config, next_token_loss, random_tokens, relative_error, stirred
+
+TOKENS, WIDTH = (2, 5), 24
+
+
+def stream(*shape: int) -> Tensor:
+    return torch.randn(*shape, *TOKENS, WIDTH, requires_grad=True)
+
+
+def gate(values: int, streams: int) -> list[Tensor]:
+    return [torch.randn(shape, requires_grad=True) for shape in ((values, streams, WIDTH), (1,), (values,))]
+
+
+def coefficients(updates: int, streams: int) -> Tensor:
+    return torch.randn(updates, streams, *TOKENS, requires_grad=True)
+
+
+def sample_inputs() -> dict[str, tuple[Any, tuple[Any, ...]]]:
+    """Every operator with arguments, in each of its forms."""
+    weight, query = torch.randn(WIDTH, requires_grad=True), torch.randn(2, WIDTH, requires_grad=True)
+    gates = [*gate(2, 2), *gate(2, 2), *gate(1, 2)]
+    partition = torch.randn(2, *TOKENS, requires_grad=True)
+    dual, single = [list(part) for part in route.DUAL], [list(part) for part in route.SINGLE]
+    first = stream(2), partition, [], None, None, gates[:6], weight, *dual, 1e-6, 1e-6
+    later = stream(2), partition, [stream(), stream()], coefficients(2, 2), query, gates, None, *dual, 1e-6, 1e-6
+    alone = partition[:1].detach(), [stream()], torch.ones(1, 1, *TOKENS), query[:1].detach()
+    mixing = [*gate(3, 3), *gate(3, 3), *gate(9, 3)]
+    history, queries = [stream(2), stream(2), stream(2)], torch.randn(2, 2, WIDTH, requires_grad=True)
+    three = [stream(), stream(), stream()]
+    return {
+        "prefix": (fused.prefix, (history, queries, *dual, 1e-6)),
+        "read-first": (fused.read, first),
+        "read-later": (fused.read, later),
+        "read-without-gates": (fused.read, (stream(1), *alone, [], weight, *single, 1e-6, 1e-6)),
+        "hyper_read": (fused.hyper_read, (three, coefficients(3, 3), mixing, weight, 5, 1e-6, 1e-6)),
+        "write": (fused.write, ([stream(), stream()], coefficients(2, 2))),
+        "write-constant": (fused.write, ([stream(), stream()], torch.ones(2, 1, *TOKENS))),
+    }
+
+
+@pytest.mark.parametrize("name", sample_inputs())
+def test_opcheck(name: str):
+    op, inputs = sample_inputs()[name]
+    torch.library.opcheck(op, inputs)
+
+
+@pytest.mark.parametrize("name", RESIDUALS)
+def test_a_deep_model_equals_the_reference(name: str, monkeypatch: Any):
+    """Twenty layers, loss and all gradients: as near to float64 as the equations in float32 are.
+
+    Gradients are joined by module: a scalar's may cancel to nearly nothing, and alone its rounding has no bound.
+    """
+    decoder, tokens = stirred(model_config(layers=20), RESIDUALS[name], noise=0.05), random_tokens()
+
+    def run(kind: str, decoder: Decoder) -> tuple[Tensor, dict[str, Tensor]]:
+        monkeypatch.setattr(choice, "FORCED", kind)
+        decoder.zero_grad()
+        loss = next_token_loss(decoder(tokens), tokens)
+        loss.backward()
+        joined: dict[str, list[Tensor]] = {}
+        for parameter, gradient in gradients(decoder).items():
+            joined.setdefault(".".join(parameter.split(".")[:4]), []).append(gradient.flatten())
+        return loss.detach(), {module: torch.cat(parts) for module, parts in joined.items()}
+
+    (loss, ours), (_, plain) = run("native", decoder), run("reference", decoder)
+    wanted, exact = run("reference", copy.deepcopy(decoder).double())
+    assert abs(loss - wanted) < 1e-6 * wanted
+    assert len(exact) > 20
+    for module, gradient in exact.items():
+        rounding = relative_error(plain[module], gradient)
+        assert relative_error(ours[module], gradient) < max(1e-5, 2 * rounding), module
+
+
+def trained(decoder: Decoder, tokens: Tensor) -> dict[str, Tensor]:
+    decoder.zero_grad()
+    next_token_loss(decoder(tokens), tokens).backward()
+    return gradients(decoder)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("name", ["attnres-block", "dar-block", "mhc-4"])
+def test_two_runs_are_bit_identical(name: str, threads: int):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        decoder, tokens = stirred(model_config(), RESIDUALS[name]), random_tokens(batch=3, length=37)
+        first, again = trained(decoder, tokens), trained(decoder, tokens)
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(gradient, again[name]) for name, gradient in first.items())
+
+
+def test_threads_change_no_more_than_the_order_of_sums():
+    decoder, tokens = stirred(model_config(), RESIDUALS["dar-block"], noise=0.1), random_tokens(batch=3, length=37)
+    before, found = torch.get_num_threads(), []
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        found.append(trained(decoder, tokens))
+    torch.set_num_threads(before)
+    one, three = (torch.cat([gradient.flatten() for gradient in each.values()]) for each in found)
+    assert relative_error(three, one) < 1e-5
+
+
+def test_no_stream_is_kept_but_what_was_given():
+    """For the backward pass: states, updates and parameters as they came, and token-wise numbers."""
+    history = [stream(2) for _ in range(4)]
+    queries = torch.randn(2, 2, WIDTH, requires_grad=True)
+    given = {id(x) for x in (*history, queries)}
+    kept: list[Tensor] = []
+
+    def keep(x: Tensor) -> Tensor:
+        kept.append(x)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        ops.prefix(history, queries, route.DUAL, 1e-6)
+    assert {id(x) for x in kept} >= given
+    assert all(x.shape[-1] != WIDTH for x in kept if id(x) not in given)
+
+
+def test_autocast_rounds_nothing():
+    history = [stream(2) for _ in range(3)]
+    queries, weight = torch.randn(1, 2, WIDTH), torch.randn(WIDTH)
+    gates = [GateParameters(*gate(2, 2)), GateParameters(*gate(2, 2)), GateParameters(*gate(1, 2))]
+
+    def run() -> list[Tensor]:
+        (h,), (partition,) = ops.prefix(history, queries, route.DUAL, 1e-6)
+        first = ops.gated_read(h, partition, (), None, None, gates[:2], route.DUAL, 1e-6, Norm(weight, 1e-6))
+        live = (history[0][0],), first[1]
+        again = ops.gated_read(h, partition, *live, queries[0], gates, route.DUAL, 1e-6, None)
+        return [*first, *again, ops.write((history[0][0], history[0][1]), again[1])]
+
+    plain = run()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert all(torch.equal(a, b) for a, b in zip(run(), plain, strict=True))
+
+
+def test_checkpointing_keeps_gradients():
+    history = [stream(2) for _ in range(3)]
+    queries = torch.randn(2, 2, WIDTH, requires_grad=True)
+
+    def block(*history: Tensor) -> Tensor:
+        retrieved, _ = ops.prefix(history, queries, route.DUAL, 1e-6)
+        return retrieved[0].square().sum() + retrieved[1].sum()
+
+    plain = torch.autograd.grad(block(*history), [*history, queries])
+    recomputed = torch.autograd.grad(checkpoint(block, *history, use_reentrant=False), [*history, queries])
+    assert all(torch.equal(a, b) for a, b in zip(plain, recomputed, strict=True))
+
+
+def test_kinds_by_device_and_dtype(monkeypatch: Any):
+    monkeypatch.setattr(choice, "FORCED", None)
+    assert choice.kind(torch.empty(1)) == "native"
+    assert choice.kind(torch.empty(1, dtype=torch.bfloat16)) == "native"
+    assert choice.kind(torch.empty(1, dtype=torch.float64)) == "reference"
+    assert choice.kind(torch.empty(1, device="meta")) == "reference"
+    monkeypatch.setattr(choice, "FORCED", "reference")
+    assert choice.kind(torch.empty(1)) == "reference"
+
+
+def test_without_its_compiler_a_kind_falls_back_with_a_note(monkeypatch: Any):
+    monkeypatch.setattr(choice, "FORCED", None)
+    monkeypatch.setattr(choice, "PACKAGES", {"native": "no_such_package", "triton": "triton"})
+    choice.available.cache_clear()
+    try:
+        with pytest.warns(UserWarning, match="pip install no_such_package"):
+            assert choice.kind(torch.empty(1)) == "reference"
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # once is enough
+            decoder = stirred(model_config(), ResidualConfig("dar-block"))
+            assert torch.isfinite(decoder(random_tokens())).all()
+    finally:
+        choice.available.cache_clear()
+
+
+@pytest.mark.parametrize("asked", ["reference", "native", "fast"])
+def test_the_environment_forces_a_kind(asked: str):
+    program = "import torch; from dualres.ops import choice; print(choice.kind(torch.empty(1)))"
+    environment = {**os.environ, "DUALRES_OPS": asked}
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+    if asked == "fast":
+        assert run.returncode != 0
+        assert "DUALRES_OPS='fast' is unknown: use one of reference, native, triton" in run.stderr
+    else:
+        assert run.stdout.strip() == asked
