@@ -1,0 +1,50 @@
+"""Every Triton kernel compiles for every GPU generation, and keeps all it works on in registers."""
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+TARGETS = ["sm_80", "sm_90", "sm_100", "gfx942"]
+WIDTHS = [640, 1024, 1280, 2048, 4096]
+QUICK = {("sm_90", "bfloat16", 640), ("sm_90", "bfloat16", 4096)}
+MATRIX = [(target, dtype, width) for target in TARGETS for dtype in ("bfloat16", "float32") for width in WIDTHS]
+KERNELS = {
+    *("_prefix", "_products", "_prefix_backward"),
+    *("_read", "_read_backward", "_weight_gradients"),
+    *("_write", "_write_backward"),
+    *("_project", "_mix", "_sum_rows", "_mix_backward", "_row_gradients"),
+}
+
+
+@pytest.mark.parametrize(
+    ("target", "dtype", "width"),
+    [pytest.param(*row, marks=() if row in QUICK else pytest.mark.slow) for row in MATRIX],
+)
+def test_no_kernel_spills(target: str, dtype: str, width: int):
+    rows = compiled(target, dtype, str(width))
+    assert {row["kernel"] for row in rows} == KERNELS
+    assert not [row for row in rows if row["stack"] or row["spills"]]
+    assert not [row for row in rows if row["narrow"]], "streams are loaded element by element"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+def test_the_gauges_move(target: str):
+    """mHC with 8 streams does spill, and rows of odd width cannot be loaded by vectors."""
+    rows = compiled(target, "bfloat16", "123", "8")
+    assert [row for row in rows if row["stack"] and row["spills"]]
+    assert [row for row in rows if row["narrow"]]
+
+
+def compiled(*arguments: str) -> list[dict[str, Any]]:
+    """What the worker found, kernel by kernel."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.ops.compile_worker", *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
