@@ -3,10 +3,13 @@
 from typing import Any
 
 from dualres.config import Config
-from dualres.model.accounting import flops_per_token, parameters, state_bytes_per_token
+from dualres.model.accounting import Traffic, flops_per_token, parameters, residual_traffic, state_bytes_per_token
 from dualres.model.decoder import build_decoder
 from dualres.residual import registry
 from dualres.table import table
+
+BFLOAT16 = 2  # bytes
+H800_BANDWIDTH = 3.35e12  # bytes per second, by its data sheet
 
 
 def describe(config: Config) -> dict[str, Any]:
@@ -45,6 +48,19 @@ def describe(config: Config) -> dict[str, Any]:
         "parameters": {**count._asdict(), "excluding_vocabulary": count.total - count.vocabulary},
         "flops_per_token": {**flops._asdict(), "forward": flops.total, "training": 3 * flops.total},
         "residual_state_bytes_per_token": {**state._asdict(), "dtype": "bfloat16"},
+        "residual_traffic": _traffic(config, residual_traffic(decoder)),
+    }
+
+
+def _traffic(config: Config, moved: Traffic) -> dict[str, float]:
+    """What the fused operators move of the streams, and how long an H800 needs for that at least."""
+    unit = 2 * config.model.layers * config.model.width
+    return {
+        "forward_d_per_branch": moved.forward / unit,
+        "backward_d_per_branch": moved.backward / unit,
+        "forward_bytes_per_token": BFLOAT16 * moved.forward,
+        "backward_bytes_per_token": BFLOAT16 * moved.backward,
+        "h800_microseconds_per_token": 1e6 * BFLOAT16 * sum(moved) / H800_BANDWIDTH,
     }
 
 
@@ -80,7 +96,7 @@ def as_text(described: dict[str, Any], title: str) -> str:
     lines += [table(["block", "branches", "sees", "sets", "residual parameters"], rows), ""]
 
     count, flops = described["parameters"], described["flops_per_token"]
-    state = described["residual_state_bytes_per_token"]
+    state, traffic = described["residual_state_bytes_per_token"], described["residual_traffic"]
     lines += [
         f"parameters            {count['total']:,} with vocabulary, {count['excluding_vocabulary']:,} without",
         f"  active per token    {count['active']:,}",
@@ -91,6 +107,12 @@ def as_text(described: dict[str, Any], title: str) -> str:
         f"  vocabulary          {_short(flops['vocabulary'])}",
         f"  residual pathway    {_short(flops['residual'])} ({flops['residual'] / flops['forward']:.3%})",
         f"residual state        {state['history']:,} bytes per token in bfloat16, {state['live']:,} of them live",
+        f"residual traffic      {traffic['forward_d_per_branch']:.1f}d per token and branch forward, "
+        f"{traffic['backward_d_per_branch']:.1f}d backward",
+        f"  in bfloat16         {traffic['forward_bytes_per_token'] / 1e3:,.0f} kB per token forward, "
+        f"{traffic['backward_bytes_per_token'] / 1e3:,.0f} kB backward",
+        f"  on an H800          {traffic['h800_microseconds_per_token']:.3f} µs per token at 3.35 TB/s: "
+        "an estimate from bytes, not run on a GPU",
     ]
     return "\n".join(lines)
 

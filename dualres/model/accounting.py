@@ -1,17 +1,25 @@
 """What a decoder costs: parameters, flops per token and bytes of residual state, counted on the real modules."""
 # J streams  R history  D width
 
+import copy
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from dualres.model.attention import Attention
+from dualres.model.block import ResidualStack
 from dualres.model.decoder import Decoder
 from dualres.model.moe import MoE
+from dualres.ops import traffic
+
+TOKENS_OF_TRAFFIC = 7  # a number that no parameter has as a size
 
 
 class Parameters(NamedTuple):
@@ -35,6 +43,13 @@ class Flops(NamedTuple):
     def total(self) -> int:
         """All of it."""
         return sum(self)
+
+
+class Traffic(NamedTuple):
+    """Elements of streams that the residual pathways move for one token."""
+
+    forward: int
+    backward: int
 
 
 class StateBytes(NamedTuple):
@@ -82,6 +97,37 @@ def state_bytes_per_token(decoder: Decoder, bytes_per_element: int = 2) -> State
     return StateBytes(kept * state, state)
 
 
+def residual_traffic(decoder: Decoder) -> Traffic:
+    """What pathways and readout move for one token, forward and backward, by the formulas of the fused operators.
+
+    Everything else that touches a stream, such as the sum of gradients from several readers, counts what it reads and
+    writes. A branch is taken to move nothing here. `decoder` must be on the meta device.
+    """
+    stack = copy.deepcopy(decoder.stack)
+    with FakeTensorMode(allow_non_fake_inputs=True):  # the parameters on the meta device are no fake ones
+        stack.to_empty(device="cpu")
+        row = 1, TOKENS_OF_TRAFFIC, decoder.config.width
+        state = torch.empty(stack.streams, *row, requires_grad=True)
+        with StreamTraffic(row) as forward:
+            out = _pathways_alone(stack, state)
+        with StreamTraffic(row) as backward:
+            out.backward(torch.empty_like(out))
+    return Traffic(forward.rows * row[-1], backward.rows * row[-1])
+
+
+def _pathways_alone(stack: ResidualStack, state: Tensor) -> Tensor:
+    """The stack with branches that return their input. (J,B,T,D) -> (B,T,D)"""
+    history: tuple[Tensor, ...] = (state,)
+    for block in stack:
+        passing = block.pathway.open(history)
+        for i in range(len(block.branches)):
+            h, passing = block.pathway.read(passing, i)
+            passing = block.pathway.write(passing, i, h)
+        closed = block.pathway.close(passing)
+        history = (*history, closed) if block.pathway.keeps_history else (closed,)
+    return stack.readout(*history)
+
+
 def _vocabulary_flops(decoder: Decoder) -> int:
     """Maps into and out of a factorised table, and the logits; a look-up costs nothing."""
     vocabulary = decoder.vocabulary
@@ -95,16 +141,29 @@ def _residual_flops(decoder: Decoder) -> int:
     """Run one token through every pathway and the readout on the meta device, and count."""
     state = torch.empty(decoder.stack.streams, 1, 1, decoder.config.width, device="meta")
     with Arithmetic() as arithmetic, torch.no_grad():
-        history: tuple[Tensor, ...] = (state,)
-        for block in decoder.stack:
-            passing = block.pathway.open(history)
-            for i in range(len(block.branches)):
-                h, passing = block.pathway.read(passing, i)
-                passing = block.pathway.write(passing, i, h)
-            closed = block.pathway.close(passing)
-            history = (*history, closed) if block.pathway.keeps_history else (closed,)
-        decoder.stack.readout(*history)
+        _pathways_alone(decoder.stack, state)
     return arithmetic.flops
+
+
+class StreamTraffic(TorchDispatchMode):
+    """Counts how often operators read or write a stream, a row of B × T × D."""
+
+    def __init__(self, row: tuple[int, int, int]) -> None:
+        super().__init__()
+        self.row, self.rows = row, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        formula = traffic.BY_OPERATOR.get(func.name())
+        if formula is not None:
+            self.rows += sum(formula(*args))
+        elif isinstance(out, Tensor) and not func.is_view and func._overloadpacket not in _EMPTY:
+            streams = [x for x in (*tree_leaves(args), out) if isinstance(x, Tensor) and x.shape[-3:] == self.row]
+            self.rows += sum(x.numel() for x in streams) // math.prod(self.row)
+        return out
+
+
+_EMPTY = {torch.ops.aten.empty, torch.ops.aten.new_empty, torch.ops.aten.empty_like, torch.ops.aten.detach}
 
 
 class Arithmetic(TorchDispatchMode):
