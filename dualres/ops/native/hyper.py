@@ -10,7 +10,8 @@ from numba import njit
 from torch import Tensor
 
 from dualres.ops.native.read import ABSENT, live_streams, sigmoid
-from dualres.ops.native.rows import LIKE, OPTIONS, add, add_rows, begins, dot, load, row_of, store, two_dots
+from dualres.ops.native.rows import add, add_rows, dot, two_dots
+from dualres.ops.native.streams import LIKE, OPTIONS, begins, load, row_of, store
 from dualres.ops.native.threads import parts, share
 
 
@@ -27,7 +28,7 @@ def hyper_read(
     h, left = torch.empty_like(updates[0]), coefficients.new_empty(len(updates) + 1, *coefficients.shape[1:])
     tokens = coefficients[0, 0].numel()
     inputs = _inputs(updates, coefficients, gates, norm, steps, eps, norm_eps)
-    after = left.view(*left.shape[:2], tokens).numpy()
+    after = left.flatten(2).numpy()
     share(lambda part, first, last: _forward(first, last, *inputs, h.data_ptr(), after), tokens)
     return h, left
 
@@ -44,7 +45,7 @@ def _inputs(
     """The inputs as compiled code takes them; the weights of a gate value are one row over all streams."""
     return (
         begins(updates),
-        coefficients.view(*coefficients.shape[:2], -1).numpy(),
+        coefficients.flatten(2).numpy(),
         *(gate.flatten(1).numpy() if gate.ndim == 3 else gate.numpy() for gate in gates),
         ABSENT[1] if norm is None else norm.numpy(),
         updates[0].shape[-1],
@@ -232,9 +233,9 @@ def hyper_read_backward(
             last,
             *inputs,
             d_h.data_ptr(),
-            d_left.view(*d_left.shape[:2], tokens).numpy(),
+            d_left.flatten(2).numpy(),
             begins(d_updates),
-            d_coefficients.view(*coefficients.shape[:2], tokens).numpy(),
+            d_coefficients.flatten(2).numpy(),
             *(array[part] for array in arrays),
             *([ABSENT[1]] if norm is None else []),
         )

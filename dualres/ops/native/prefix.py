@@ -13,28 +13,25 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from dualres.ops.native.rows import (
+from dualres.ops.native.rows import add_rows, load_with_dots, sum_chosen, two_dots
+from dualres.ops.native.streams import (
     LIKE,
     OPTIONS,
-    add_rows,
     expect,
     expect_store,
     finish,
     load,
-    load_with_dots,
     row_of,
     store,
     streams_of,
-    sum_chosen,
     target,
-    two_dots,
 )
 from dualres.ops.native.threads import parts, share
 
 
 def prefix(history: list[Tensor], queries: Tensor, key: list[int], value: list[int], eps: float) -> list[Tensor]:
     """See `dualres.ops.fused.prefix`."""
-    state, (sets, outputs, width) = history[0], queries.shape
+    state, (sets, outputs, _) = history[0], queries.shape
     tokens = state[0, ..., 0].numel()
     retrieved = [state.new_empty(outputs, *state.shape[1:]) for _ in range(sets)]
     partition = [queries.new_empty(outputs, *state.shape[1:3]) for _ in range(sets)]
@@ -42,14 +39,14 @@ def prefix(history: list[Tensor], queries: Tensor, key: list[int], value: list[i
     norms = queries.new_empty(len(history), *state.shape[:3])
     arguments = (
         streams_of(history),
-        queries.view(-1, width).numpy(),
+        queries.flatten(0, 1).numpy(),
         by_stream(key, len(state), sets),
         np.array(value * sets),
         eps,
         streams_of(retrieved).ravel(),
         streams_of(partition).ravel(),
-        logits.view(len(history), -1, tokens).numpy(),
-        norms.view(len(history), -1, tokens).numpy(),
+        logits.flatten(3).flatten(1, 2).numpy(),
+        norms.flatten(2).numpy(),
         LIKE[state.dtype],
     )
     share(lambda part, first, last: _forward(first, last, *arguments), tokens)
@@ -133,19 +130,19 @@ def prefix_backward(
     value: list[int],
 ) -> list[Tensor]:
     """See `dualres.ops.fused.prefix_backward`."""
-    state, (sets, _, width) = history[0], queries.shape
+    state, (sets, _, _) = history[0], queries.shape
     tokens = state[0, ..., 0].numel()
     d_history = [torch.empty_like(state) for state in history]
     d_queries = queries.new_zeros(parts(tokens), *queries.shape)
-    partial = d_queries.view(len(d_queries), -1, width).numpy()
+    partial = d_queries.flatten(1, 2).numpy()
     arguments = (
         streams_of(d_retrieved).ravel(),
         streams_of(d_partition).ravel(),
         streams_of(history),
-        queries.view(-1, width).numpy(),
+        queries.flatten(0, 1).numpy(),
         streams_of(partition).ravel(),
-        logits.view(len(history), -1, tokens).numpy(),
-        norms.view(len(history), -1, tokens).numpy(),
+        logits.flatten(3).flatten(1, 2).numpy(),
+        norms.flatten(2).numpy(),
         np.array(key * sets),
         by_stream(value, len(state), sets),
         streams_of(d_history),

@@ -9,7 +9,8 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from dualres.ops.native.rows import LIKE, OPTIONS, add, begins, dot, load, row_of, scaled, store, streams_of
+from dualres.ops.native.rows import add, dot, scaled
+from dualres.ops.native.streams import LIKE, OPTIONS, begins, load, row_of, store, streams_of
 from dualres.ops.native.threads import parts, share
 
 ABSENT = {size: np.empty((0,) * size, np.float32) for size in (1, 2, 3)}
@@ -30,12 +31,12 @@ def read(
 ) -> tuple[Tensor, Tensor]:
     """See `dualres.ops.fused.read`."""
     h = torch.empty_like(retrieved[0])
-    left = partition.new_empty(len(updates) + 1, *partition.shape) if gates else partition.new_empty(0, 0, 0)
+    left = partition.new_empty(len(updates) + 1, *partition.shape) if gates else partition.new_empty(0)
     tokens = partition[0].numel()
     inputs = _inputs(retrieved, partition, updates, coefficients, queries, gates, norm, key, value, eps, norm_eps)
-    after = left.view(len(left), -1, tokens).numpy() if gates else ABSENT[3]
+    after = left.flatten(2).numpy() if gates else ABSENT[3]
     share(lambda part, first, last: _forward(first, last, *inputs, h.data_ptr(), after), tokens)
-    return h, left if gates else left.view(0)
+    return h, left
 
 
 def _inputs(
@@ -52,14 +53,13 @@ def _inputs(
     norm_eps: float,
 ) -> tuple[Any, ...]:
     """The inputs as compiled code takes them; what is absent is an array of no elements."""
-    tokens = partition[0].numel()
     weights = [gate.numpy() for gate in gates]
     weights += [ABSENT[size] for size in (3, 1, 1)] * (3 - len(gates) // 3)
     return (
         streams_of([retrieved])[0],
-        partition.view(-1, tokens).numpy(),
+        partition.flatten(1).numpy(),
         begins(updates),
-        ABSENT[3] if coefficients is None else coefficients.view(len(coefficients), -1, tokens).numpy(),
+        ABSENT[3] if coefficients is None else coefficients.flatten(2).numpy(),
         ABSENT[2] if queries is None else queries.numpy(),
         np.array(key),
         np.array(value),
@@ -230,11 +230,11 @@ def read_backward(
             last,
             *inputs,
             d_h.data_ptr(),
-            d_left.view(len(d_left), -1, tokens).numpy() if gates else ABSENT[3],
+            d_left.flatten(2).numpy() if gates else ABSENT[3],
             streams_of([d_retrieved])[0],
-            d_partition.view(-1, tokens).numpy(),
+            d_partition.flatten(1).numpy(),
             begins(d_updates),
-            ABSENT[3] if d_coefficients is None else d_coefficients.view(len(updates), -1, tokens).numpy(),
+            ABSENT[3] if d_coefficients is None else d_coefficients.flatten(2).numpy(),
             ABSENT[2] if queries is None else d_queries[part],
             *own,
             ABSENT[1] if norm is None else d_norm[part],

@@ -9,7 +9,8 @@ from numba import njit
 from torch import Tensor
 
 from dualres.ops.native.read import live_streams
-from dualres.ops.native.rows import LIKE, OPTIONS, add, begins, dot, load, row_of, store, streams_of
+from dualres.ops.native.rows import add, dot
+from dualres.ops.native.streams import LIKE, OPTIONS, begins, load, row_of, store, streams_of
 from dualres.ops.native.threads import share
 
 
@@ -19,7 +20,7 @@ def write(updates: list[Tensor], coefficients: Tensor) -> Tensor:
     live = first_update.new_empty(coefficients.shape[1], *first_update.shape)
     arguments = (
         begins(updates),
-        coefficients.view(*coefficients.shape[:2], tokens).numpy(),
+        coefficients.flatten(2).numpy(),
         streams_of([live])[0],
         first_update.shape[-1],
         LIKE[live.dtype],
@@ -40,15 +41,14 @@ def _forward(first: int, last: int, updates: Any, coefficients: Any, live: Any, 
 def write_backward(d_live: Tensor, updates: list[Tensor], coefficients: Tensor, learned: bool) -> list[Tensor]:
     """See `dualres.ops.fused.write_backward`."""
     tokens = coefficients[0, 0].numel()
-    shape = (*coefficients.shape[:2], tokens)
     d_updates = [torch.empty_like(update) for update in updates]
-    d_coefficients = torch.empty_like(coefficients) if learned else coefficients.new_empty(0, 0, 0)
+    d_coefficients = torch.empty_like(coefficients if learned else coefficients[:0])
     arguments = (
         streams_of([d_live])[0],
         begins(updates),
-        coefficients.view(shape).numpy(),
+        coefficients.flatten(2).numpy(),
         begins(d_updates),
-        d_coefficients.view(shape if learned else (0, 0, 0)).numpy(),
+        d_coefficients.flatten(2).numpy(),
         d_live.shape[-1],
         LIKE[d_live.dtype],
     )
