@@ -18,12 +18,18 @@ FORMS_OF_A_BLOCK = 8  # training, validation, another shape, …: as many as PyT
 
 
 class NormedBranch(nn.Module):
-    """f_l: a module with its input norm, which the pathway applies in the pass that reads. It never sees a stream."""
+    """f_l: a module with its input norm, which the pathway applies in the pass that reads. It never sees a stream.
+
+    In a block only `module` is called, so hooks on the branch or on its norm do not fire there.
+    """
 
     def __init__(self, norm: nn.RMSNorm, module: nn.Module):
         super().__init__()
-        if norm.eps is None or not norm.elementwise_affine:
-            raise ValueError("the RMSNorm of a branch needs weights and an eps: nn.RMSNorm(width, eps=1e-6)")
+        if not isinstance(norm, nn.RMSNorm) or norm.eps is None or not norm.elementwise_affine:
+            raise ValueError(
+                f"the norm of a NormedBranch must be an RMSNorm with weights and an eps, nn.RMSNorm(width, eps=1e-6), "
+                f"and is {norm}: put another norm into the branch itself, as its first step"
+            )
         self.norm = norm
         self.module = module
 

@@ -53,7 +53,7 @@ def prefix(
     """
     if choice.kind(history[0]) == "reference":
         return reference.prefix(history, queries, route, eps)
-    found = _run("prefix", list(history), wide(queries).contiguous(), list(route[0]), list(route[1]), eps)
+    found = _run("prefix", _contiguous(history), wide(queries).contiguous(), list(route[0]), list(route[1]), eps)
     return tuple(found[: len(queries)]), tuple(found[len(queries) : 2 * len(queries)])
 
 
@@ -130,7 +130,9 @@ def hyper_read(
     if choice.kind(updates[0]) == "reference":
         return reference.hyper_read(updates, coefficients, gates, steps, eps, norm)
     weight, norm_eps = _norm(norm)
-    return _run("hyper_read", _contiguous(updates), coefficients, _flat(gates), weight, steps, eps, norm_eps)
+    return _run(
+        "hyper_read", _contiguous(updates), coefficients.contiguous(), _flat(gates), weight, steps, eps, norm_eps
+    )
 
 
 @full_precision
@@ -138,7 +140,7 @@ def write(updates: Sequence[Tensor], coefficients: Tensor) -> Tensor:
     """The live streams P^j = Σ_k C_k^j u_k as a state. updates K × (B,T,D), coefficients (K,J,B,T) -> (J,B,T,D)"""
     if choice.kind(updates[0]) == "reference":
         return reference.write(updates, coefficients)
-    return _run("write", _contiguous(updates), coefficients)
+    return _run("write", _contiguous(updates), coefficients.contiguous())
 
 
 depth_weights = full_precision(reference.depth_weights)
@@ -170,10 +172,10 @@ def _read_inputs(
     asked = wide(queries).contiguous() if live and queries is not None else None
     weight, norm_eps = _norm(norm)
     return (
-        retrieved,
-        log_partition,
+        retrieved.contiguous(),
+        log_partition.contiguous(),
         _contiguous(updates),
-        coefficients if live else None,
+        coefficients.contiguous() if live and coefficients is not None else None,
         asked,
         _flat(gates),
         weight,
@@ -184,13 +186,13 @@ def _read_inputs(
     )
 
 
-def _contiguous(updates: Sequence[Tensor]) -> list[Tensor]:
-    return [update.contiguous() for update in updates]
+def _contiguous(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [tensor.contiguous() for tensor in tensors]
 
 
 def _flat(gates: Sequence[GateParameters]) -> list[Tensor]:
-    return [wide(parameter) for gate in gates for parameter in gate]
+    return [wide(parameter).contiguous() for gate in gates for parameter in gate]
 
 
 def _norm(norm: Norm | None) -> tuple[Tensor | None, float]:
-    return (None, 0.0) if norm is None else (wide(norm.weight), norm.eps)
+    return (None, 0.0) if norm is None else (wide(norm.weight).contiguous(), norm.eps)

@@ -32,8 +32,8 @@ FORCED = forced()
 
 def kind(tensor: Tensor) -> Kind:
     """The operators that `tensor` takes: kernels for its device, or the equations where there are none for it."""
-    if tensor.dtype not in FUSED_DTYPES:
-        return "reference"  # float64
+    if tensor.dtype not in FUSED_DTYPES or tensor.device.type == "meta":
+        return "reference"  # float64, and shapes without numbers
     found = FORCED or BY_DEVICE.get(tensor.device.type, "reference")
     return found if found == "reference" or available(found) else "reference"
 
@@ -51,12 +51,14 @@ def module(kind: Kind) -> Any:
 
 @functools.cache
 def available(kind: Kind) -> bool:
-    """Whether the package that compiles the kernels is installed; a note says so once when it is not."""
-    if importlib.util.find_spec(PACKAGES[kind]) is not None:
-        return True
-    warnings.warn(
-        f"{PACKAGES[kind]} is not installed, so residual pathways run as plain PyTorch, slower and with more memory: "
-        f"pip install {PACKAGES[kind]}",
-        stacklevel=2,
-    )
-    return False
+    """Whether the package that compiles the kernels can be imported; a note says so once when it cannot."""
+    try:
+        importlib.import_module(PACKAGES[kind])
+    except ImportError as error:
+        warnings.warn(
+            f"residual pathways run as plain PyTorch, slower and with more memory, because {PACKAGES[kind]} cannot be "
+            f"imported ({error}): pip install {PACKAGES[kind]}",
+            stacklevel=2,
+        )
+        return False
+    return True

@@ -133,7 +133,10 @@ def near_float32(residual: str, feedforward: str, mesh: DeviceMesh) -> list[str]
     decoder, report, tables = small(residual, feedforward), RouterReport(), set()
     for module in decoder.modules():
         if isinstance(module, Attention):
-            module.register_forward_pre_hook(lambda _, args: tables.update({args[1].cosine.dtype, args[1].sine.dtype}))
+            module.register_forward_pre_hook(
+                lambda _, __, given: tables.update({given["context"].cosine.dtype, given["context"].sine.dtype}),
+                with_kwargs=True,
+            )
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = fsdp(decoder, mesh, mp_policy=policy)
     logits = model(tokens, report=report)

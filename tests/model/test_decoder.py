@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dualres.config import ResidualConfig
 from dualres.model import accounting, moe
+from dualres.model.block import NormedBranch
 from dualres.model.context import KVCache
 from dualres.model.decoder import build_decoder
 from dualres.ops import grouped_linear
@@ -146,3 +147,9 @@ def test_experts_follow_autocast(monkeypatch: pytest.MonkeyPatch):
     seen.clear()
     decoder(tokens)
     assert set(seen) == {torch.float32}
+
+
+@pytest.mark.parametrize("norm", [torch.nn.LayerNorm(8), torch.nn.RMSNorm(8), torch.nn.RMSNorm(8, 1e-6, False)])
+def test_a_norm_that_a_read_cannot_apply_is_refused(norm: torch.nn.Module):
+    with pytest.raises(ValueError, match=r"must be an RMSNorm with weights and an eps.*as its first step"):
+        NormedBranch(norm, torch.nn.Identity())  # type: ignore[arg-type]

@@ -203,3 +203,17 @@ def test_the_environment_forces_a_kind(asked: str):
         assert "DUALRES_OPS='fast' is unknown: use one of reference, native, triton" in run.stderr
     else:
         assert run.stdout.strip() == asked
+
+
+def test_inputs_need_not_be_contiguous():
+    history = [torch.randn(*TOKENS, 2, WIDTH).permute(2, 0, 1, 3) for _ in range(3)]
+    queries = torch.randn(2, WIDTH, 2).permute(0, 2, 1)
+    packed = [state.contiguous() for state in history]
+    found, wanted = (
+        ops.prefix(h, q, route.DUAL, 1e-6) for h, q in ((history, queries), (packed, queries.contiguous()))
+    )
+    assert all(torch.equal(a, b) for a, b in zip(found[0], wanted[0], strict=True))
+    live = torch.randn(1, 2, 1, WIDTH).expand(1, *TOKENS, WIDTH)  # one token for all
+    norm = Norm(torch.randn(2 * WIDTH)[::2], 1e-6)
+    alone = ops.normed(live.contiguous(), Norm(norm.weight.contiguous(), 1e-6))
+    assert torch.equal(ops.normed(live, norm), alone)

@@ -62,7 +62,7 @@ def test_what_a_run_leaves(whole: Path):
 def test_the_last_checkpoints_and_the_best_are_kept(data: Path, tmp_path: Path):
     """From a rate that destroys what was learned, the best is an early one."""
     config = tiny_config(
-        train__learning_rate=0.3, train__min_learning_rate=0.29, train__warmup_steps=16, train__validate_every=4
+        train__learning_rate=3.0, train__min_learning_rate=2.9, train__warmup_steps=16, train__validate_every=4
     )
     train_tiny(config, data, tmp_path / "run")
     validated = {row["step"]: row["validation_loss"] for row in rows(tmp_path / "run") if "validation_loss" in row}

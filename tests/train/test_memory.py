@@ -169,8 +169,9 @@ PEAKS = [
 ]
 
 
-def deeper(residual: str, feedforward: str, recompute: str, precision: str) -> Config:
-    return tiny_config(residual, feedforward, train__recompute=recompute, train__precision=precision, model__layers=4)
+def deeper(residual: str, feedforward: str, recompute: str, precision: str, **changes: Any) -> Config:
+    how = {"train__recompute": recompute, "train__precision": precision}
+    return tiny_config(residual, feedforward, model__layers=4, **how, **changes)
 
 
 @pytest.mark.parametrize("case", PEAKS, ids="-".join)
@@ -192,7 +193,7 @@ WIDE: dict[str, Any] = {  # mostly weights, as a large model on many GPUs
     "train__tokens": 10**5,
 }
 SHARDED = {  # ranks (three divide almost none of its tensors), and how far the estimate may lie above the measured peak
-    "many tokens": (2, deeper(*PEAKS[0]), 1.1),
+    "many tokens": (2, deeper(*PEAKS[0], train__micro_batch=8, train__global_batch=8), 1.1),
     "many tokens, recomputed": (3, deeper(*PEAKS[1]), 1.15),
     "many weights": (3, tiny_config(train__precision="bf16", **WIDE), 1.1),
     "many weights, recomputed": (2, tiny_config(train__recompute="full", **WIDE), 1.02),

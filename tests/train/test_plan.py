@@ -227,14 +227,17 @@ def test_packages_that_are_missing(
     assert "pip install 'dualres[wandb]'" in checks_of(made)["wandb"][1]
 
 
+DEEP: dict[str, Any] = {"model__layers": 8}  # in two layers, the one block that is computed again is nearly all
+
+
 def gib(parts: list[Any]) -> float:
     return total(parts) / USABLE / GIB
 
 
 def test_what_to_change_when_it_does_not_fit(elsewhere: Path, capsys: pytest.CaptureFixture[str]):
     """The remedy is one that fits: each is counted."""
-    none, full = (gib(memory(tiny_config(train__recompute=how), "single", 1)) for how in ("none", "full"))
-    least = tiny_config(train__recompute="full", train__micro_batch=1)
+    none, full = (gib(memory(tiny_config(**DEEP, train__recompute=how), "single", 1)) for how in ("none", "full"))
+    least = tiny_config(**DEEP, train__recompute="full", train__micro_batch=1)
     one, two, four = (gib(memory(least, engine, n)) for engine, n in (("single", 1), ("fsdp2", 2), ("fsdp2", 4)))
     assert four < two < one < full < none
     for limit, state, says in (
@@ -245,7 +248,7 @@ def test_what_to_change_when_it_does_not_fit(elsewhere: Path, capsys: pytest.Cap
         (0.999 * two, "problem", "use train.micro_batch=1 with train.recompute=full and 4 GPUs, "),
         (0.5 * four, "problem", "no sharding, recomputation, micro-batch or number of GPUs"),
     ):
-        code, made = plan_of(*tiny("--gpu-memory", repr(limit)), capsys=capsys)
+        code, made = plan_of(*tiny("--gpu-memory", repr(limit), **DEEP), capsys=capsys)
         found, text = checks_of(made)["memory"]
         assert (found, code) == (state, 1 if state == "problem" else 0), limit
         assert says in text
@@ -259,13 +262,13 @@ def test_ddp_that_does_not_fit_is_told_to_shard(elsewhere: Path, capsys: pytest.
 
 def test_activations_that_compiling_may_save_are_no_problem(elsewhere: Path, capsys: pytest.CaptureFixture[str]):
     """Where even recomputation is not enough, or nothing compiles, it is one."""
-    least = gib(memory(tiny_config(train__recompute="full"), "single", 1))
+    least = gib(memory(tiny_config(**DEEP, train__recompute="full"), "single", 1))
     for compile, limit, state in (
         ("default", least, "note"),
         ("default", 0.999 * least, "problem"),
         ("off", least, "problem"),
     ):
-        code, made = plan_of(*tiny("--gpu-memory", repr(limit), train__compile=compile), capsys=capsys)
+        code, made = plan_of(*tiny("--gpu-memory", repr(limit), **DEEP, train__compile=compile), capsys=capsys)
         assert (checks_of(made)["memory"][0], code) == (state, 1 if state == "problem" else 0)
 
 

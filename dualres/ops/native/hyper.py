@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dualres.ops.native.read import ABSENT, live_streams, sigmoid
 from dualres.ops.native.rows import add, add_rows, dot, two_dots
-from dualres.ops.native.streams import LIKE, OPTIONS, begins, load, row_of, store
+from dualres.ops.native.streams import LIKE, OPTIONS, array, begins, load, row_of, store
 from dualres.ops.native.threads import parts, share
 
 
@@ -28,7 +28,7 @@ def hyper_read(
     h, left = torch.empty_like(updates[0]), coefficients.new_empty(len(updates) + 1, *coefficients.shape[1:])
     tokens = coefficients[0, 0].numel()
     inputs = _inputs(updates, coefficients, gates, norm, steps, eps, norm_eps)
-    after = left.flatten(2).numpy()
+    after = array(left.flatten(2))
     share(lambda part, first, last: _forward(first, last, *inputs, h.data_ptr(), after), tokens)
     return h, left
 
@@ -45,9 +45,9 @@ def _inputs(
     """The inputs as compiled code takes them; the weights of a gate value are one row over all streams."""
     return (
         begins(updates),
-        coefficients.flatten(2).numpy(),
-        *(gate.flatten(1).numpy() if gate.ndim == 3 else gate.numpy() for gate in gates),
-        ABSENT[1] if norm is None else norm.numpy(),
+        array(coefficients.flatten(2)),
+        *(array(gate.flatten(1)) if gate.ndim == 3 else array(gate) for gate in gates),
+        ABSENT[1] if norm is None else array(norm),
         updates[0].shape[-1],
         steps,
         eps,
@@ -225,7 +225,7 @@ def hyper_read_backward(
     d_updates, d_coefficients = [torch.empty_like(update) for update in updates], torch.empty_like(coefficients)
     parameters = [*gates, *([] if norm is None else [norm])]
     partial = [parameter.new_zeros(parts(tokens), *parameter.shape) for parameter in parameters]
-    arrays = [d.flatten(2).numpy() if d.ndim == 4 else d.numpy() for d in partial]
+    arrays = [array(d.flatten(2)) if d.ndim == 4 else array(d) for d in partial]
 
     def work(part: int, first: int, last: int) -> None:
         _backward(
@@ -233,9 +233,9 @@ def hyper_read_backward(
             last,
             *inputs,
             d_h.data_ptr(),
-            d_left.flatten(2).numpy(),
+            array(d_left.flatten(2)),
             begins(d_updates),
-            d_coefficients.flatten(2).numpy(),
+            array(d_coefficients.flatten(2)),
             *(array[part] for array in arrays),
             *([ABSENT[1]] if norm is None else []),
         )

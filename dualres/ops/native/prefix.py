@@ -17,6 +17,7 @@ from dualres.ops.native.rows import add_rows, load_with_dots, sum_chosen, two_do
 from dualres.ops.native.streams import (
     LIKE,
     OPTIONS,
+    array,
     expect,
     expect_store,
     finish,
@@ -39,14 +40,14 @@ def prefix(history: list[Tensor], queries: Tensor, key: list[int], value: list[i
     norms = queries.new_empty(len(history), *state.shape[:3])
     arguments = (
         streams_of(history),
-        queries.flatten(0, 1).numpy(),
+        array(queries.flatten(0, 1)),
         by_stream(key, len(state), sets),
         np.array(value * sets),
         eps,
         streams_of(retrieved).ravel(),
         streams_of(partition).ravel(),
-        logits.flatten(3).flatten(1, 2).numpy(),
-        norms.flatten(2).numpy(),
+        array(logits.flatten(3).flatten(1, 2)),
+        array(norms.flatten(2)),
         LIKE[state.dtype],
     )
     share(lambda part, first, last: _forward(first, last, *arguments), tokens)
@@ -134,15 +135,15 @@ def prefix_backward(
     tokens = state[0, ..., 0].numel()
     d_history = [torch.empty_like(state) for state in history]
     d_queries = queries.new_zeros(parts(tokens), *queries.shape)
-    partial = d_queries.flatten(1, 2).numpy()
+    partial = array(d_queries.flatten(1, 2))
     arguments = (
         streams_of(d_retrieved).ravel(),
         streams_of(d_partition).ravel(),
         streams_of(history),
-        queries.flatten(0, 1).numpy(),
+        array(queries.flatten(0, 1)),
         streams_of(partition).ravel(),
-        logits.flatten(3).flatten(1, 2).numpy(),
-        norms.flatten(2).numpy(),
+        array(logits.flatten(3).flatten(1, 2)),
+        array(norms.flatten(2)),
         np.array(key * sets),
         by_stream(value, len(state), sets),
         streams_of(d_history),

@@ -10,7 +10,7 @@ from numba import njit
 from torch import Tensor
 
 from dualres.ops.native.rows import add, dot, scaled
-from dualres.ops.native.streams import LIKE, OPTIONS, begins, load, row_of, store, streams_of
+from dualres.ops.native.streams import LIKE, OPTIONS, array, begins, load, row_of, store, streams_of
 from dualres.ops.native.threads import parts, share
 
 ABSENT = {size: np.empty((0,) * size, np.float32) for size in (1, 2, 3)}
@@ -34,7 +34,7 @@ def read(
     left = partition.new_empty(len(updates) + 1, *partition.shape) if gates else partition.new_empty(0)
     tokens = partition[0].numel()
     inputs = _inputs(retrieved, partition, updates, coefficients, queries, gates, norm, key, value, eps, norm_eps)
-    after = left.flatten(2).numpy() if gates else ABSENT[3]
+    after = array(left.flatten(2)) if gates else ABSENT[3]
     share(lambda part, first, last: _forward(first, last, *inputs, h.data_ptr(), after), tokens)
     return h, left
 
@@ -53,18 +53,18 @@ def _inputs(
     norm_eps: float,
 ) -> tuple[Any, ...]:
     """The inputs as compiled code takes them; what is absent is an array of no elements."""
-    weights = [gate.numpy() for gate in gates]
+    weights = [array(gate) for gate in gates]
     weights += [ABSENT[size] for size in (3, 1, 1)] * (3 - len(gates) // 3)
     return (
         streams_of([retrieved])[0],
-        partition.flatten(1).numpy(),
+        array(partition.flatten(1)),
         begins(updates),
-        ABSENT[3] if coefficients is None else coefficients.flatten(2).numpy(),
-        ABSENT[2] if queries is None else queries.numpy(),
+        ABSENT[3] if coefficients is None else array(coefficients.flatten(2)),
+        ABSENT[2] if queries is None else array(queries),
         np.array(key),
         np.array(value),
         *weights,
-        ABSENT[1] if norm is None else norm.numpy(),
+        ABSENT[1] if norm is None else array(norm),
         retrieved.shape[-1],
         eps,
         norm_eps,
@@ -218,7 +218,7 @@ def read_backward(
     d_coefficients = torch.empty_like(coefficients) if gates and coefficients is not None else None
     parameters = [*([] if queries is None else [queries]), *gates, *([] if norm is None else [norm])]
     partial = [parameter.new_zeros(parts(tokens), *parameter.shape) for parameter in parameters]
-    arrays = iter([d_parameter.numpy() for d_parameter in partial])
+    arrays = iter([array(d_parameter) for d_parameter in partial])
     d_queries = ABSENT[3] if queries is None else next(arrays)
     d_gates = [next(arrays) for _ in gates]
     d_norm = ABSENT[2] if norm is None else next(arrays)
@@ -230,11 +230,11 @@ def read_backward(
             last,
             *inputs,
             d_h.data_ptr(),
-            d_left.flatten(2).numpy() if gates else ABSENT[3],
+            array(d_left.flatten(2)) if gates else ABSENT[3],
             streams_of([d_retrieved])[0],
-            d_partition.flatten(1).numpy(),
+            array(d_partition.flatten(1)),
             begins(d_updates),
-            ABSENT[3] if d_coefficients is None else d_coefficients.flatten(2).numpy(),
+            ABSENT[3] if d_coefficients is None else array(d_coefficients.flatten(2)),
             ABSENT[2] if queries is None else d_queries[part],
             *own,
             ABSENT[1] if norm is None else d_norm[part],

@@ -44,6 +44,27 @@ def streams_of(tensors: Sequence[Tensor]) -> "np.ndarray[Any, np.dtype[np.int64]
     return begins(tensors)[:, None] + first.stride(0) * first.element_size() * np.arange(len(first))
 
 
+class Seen:
+    """A tensor as numpy finds it."""
+
+    def __init__(self, tensor: Tensor):
+        self.tensor = tensor  # an array keeps what it was made of
+        self.__array_interface__ = {
+            "data": (tensor.data_ptr(), False),
+            "shape": tuple(tensor.shape),
+            "typestr": "<f4",
+            "version": 3,
+        }
+
+
+def array(tensor: Tensor) -> "np.ndarray[Any, np.dtype[np.float32]]":
+    """A contiguous float32 tensor as an array.
+
+    `Tensor.numpy` would make its storage unresizable for ever, and FSDP2 frees a parameter by resizing.
+    """
+    return np.asarray(Seen(tensor)) if tensor.numel() else np.empty(tuple(tensor.shape), np.float32)
+
+
 @intrinsic
 def pointer(context: Any, address: Any, like: Any) -> Any:
     """The address as a pointer to what `like` holds."""
