@@ -5,6 +5,7 @@ DUALRES_OPS=reference, native or triton forces one kind everywhere (triton on a 
 
 import functools
 import importlib
+import importlib.util
 import os
 import warnings
 from typing import Any, Literal
@@ -16,7 +17,8 @@ Kind = Literal["reference", "native", "triton"]
 KINDS = ("reference", "native", "triton")
 BY_DEVICE: dict[str, Kind] = {"cpu": "native", "cuda": "triton"}  # ROCm calls its devices cuda, too
 FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-PACKAGES = {"native": "numba", "triton": "triton"}
+PACKAGES: dict[Kind, str] = {"native": "numba", "triton": "triton"}
+INSTALLED = {kind: importlib.util.find_spec(package) is not None for kind, package in PACKAGES.items()}
 
 
 def forced() -> Kind | None:
@@ -35,7 +37,10 @@ def kind(tensor: Tensor) -> Kind:
     if tensor.dtype not in FUSED_DTYPES or tensor.device.type == "meta":
         return "reference"  # float64, and shapes without numbers
     found = FORCED or BY_DEVICE.get(tensor.device.type, "reference")
-    return found if found == "reference" or available(found) else "reference"
+    if found == "reference" or INSTALLED[found]:
+        return found
+    note(found)
+    return "reference"
 
 
 def kernels(tensor: Tensor) -> Any:
@@ -46,19 +51,20 @@ def kernels(tensor: Tensor) -> Any:
 @functools.cache
 def module(kind: Kind) -> Any:
     """`dualres.ops.native` or `dualres.ops.triton`."""
-    return importlib.import_module(f"dualres.ops.{kind}")
+    try:
+        return importlib.import_module(f"dualres.ops.{kind}")
+    except ImportError as error:
+        raise ImportError(
+            f"{PACKAGES[kind]} is installed and cannot be used ({error}): install a version that can, "
+            "or set DUALRES_OPS=reference for plain PyTorch"
+        ) from error
 
 
 @functools.cache
-def available(kind: Kind) -> bool:
-    """Whether the package that compiles the kernels can be imported; a note says so once when it cannot."""
-    try:
-        importlib.import_module(PACKAGES[kind])
-    except ImportError as error:
-        warnings.warn(
-            f"residual pathways run as plain PyTorch, slower and with more memory, because {PACKAGES[kind]} cannot be "
-            f"imported ({error}): pip install {PACKAGES[kind]}",
-            stacklevel=2,
-        )
-        return False
-    return True
+def note(kind: Kind) -> None:
+    """Say once that the package that compiles the kernels is missing."""
+    warnings.warn(
+        f"{PACKAGES[kind]} is not installed, so residual pathways run as plain PyTorch, slower and with more memory: "
+        f"pip install {PACKAGES[kind]}",
+        stacklevel=2,
+    )

@@ -180,17 +180,24 @@ def test_kinds_by_device_and_dtype(monkeypatch: Any):
 
 def test_without_its_compiler_a_kind_falls_back_with_a_note(monkeypatch: Any):
     monkeypatch.setattr(choice, "FORCED", None)
-    monkeypatch.setattr(choice, "PACKAGES", {"native": "no_such_package", "triton": "triton"})
-    choice.available.cache_clear()
-    try:
-        with pytest.warns(UserWarning, match="pip install no_such_package"):
-            assert choice.kind(torch.empty(1)) == "reference"
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")  # once is enough
-            decoder = stirred(model_config(), ResidualConfig("dar-block"))
-            assert torch.isfinite(decoder(random_tokens())).all()
-    finally:
-        choice.available.cache_clear()
+    monkeypatch.setattr(choice, "INSTALLED", {"native": False, "triton": True})
+    choice.note.cache_clear()
+    with pytest.warns(UserWarning, match="numba is not installed.*pip install numba"):
+        assert choice.kind(torch.empty(1)) == "reference"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # once is enough
+        decoder = stirred(model_config(), ResidualConfig("dar-block"))
+        assert torch.isfinite(decoder(random_tokens())).all()
+
+
+def test_a_compiler_that_cannot_be_used_is_named(monkeypatch: Any):
+    def broken(name: str) -> None:
+        raise ImportError("Numba needs NumPy 2.4 or less")
+
+    monkeypatch.setattr("importlib.import_module", broken)
+    choice.module.cache_clear()
+    with pytest.raises(ImportError, match=r"numba .*needs NumPy 2\.4.*DUALRES_OPS=reference"):
+        choice.module("native")
 
 
 @pytest.mark.parametrize("asked", ["reference", "native", "fast"])
