@@ -33,10 +33,6 @@ class NormedBranch(nn.Module):
         self.norm = norm
         self.module = module
 
-    def input_norm(self) -> Norm:
-        """What the pathway needs of the norm."""
-        return Norm(self.norm.weight, cast(float, self.norm.eps))
-
     def forward(self, h: Tensor, **context: Any) -> Tensor:
         """The branch by itself. (B,T,D) -> (B,T,D)"""
         return self.module(self.norm(h), **context)
@@ -68,14 +64,15 @@ class ResidualBlock(nn.Module):
         """The block itself: what a recomputation runs again."""
         state = self.pathway.open(history)
         for i, branch in enumerate(self.branches):
-            if isinstance(branch, NormedBranch):
-                h, state = self.pathway.read_normed(state, i, branch.input_norm())
-                update = branch.module(h, **context)
-            else:
-                h, state = self.pathway.read(state, i)
-                update = branch(h, **context)
+            h, state = self.pathway.read(state, i, input_norm(branch))
+            update = (branch.module if isinstance(branch, NormedBranch) else branch)(h, **context)
             state = self.pathway.write(state, i, same_shape(update, h))
         return self.pathway.close(state)
+
+
+def input_norm(branch: nn.Module) -> Norm | None:
+    """The norm that the pathway applies for the branch, if it lets it."""
+    return Norm(branch.norm.weight, cast(float, branch.norm.eps)) if isinstance(branch, NormedBranch) else None
 
 
 def same_shape(update: Tensor, h: Tensor) -> Tensor:

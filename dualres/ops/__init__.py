@@ -82,8 +82,10 @@ def read(
 
 
 @full_precision
-def normed(stream: Tensor, norm: Norm) -> Tensor:
-    """A branch's RMSNorm by itself: a read of one stream and nothing else. (1,B,T,D) -> (B,T,D)"""
+def normed(stream: Tensor, norm: Norm | None) -> Tensor:
+    """A read of one stream and nothing else, then the branch's norm if it is given. (1,B,T,D) -> (B,T,D)"""
+    if norm is None:
+        return stream[0]
     if choice.kind(stream) == "reference":
         return reference.normed(wide(stream[0]), norm).to(stream.dtype)
     nothing = stream.new_empty(stream.shape[:-1], dtype=torch.float32)

@@ -21,16 +21,8 @@ class AttnRes(Retrieving):
     def __init__(self, dim: int, place: Place, *, eps: float, route: Route = SINGLE):
         super().__init__(dim, place, eps=eps, route=route)
 
-    def read(self, state: State, i: int) -> tuple[Tensor, State]:
-        """h_l = Σ_r π_{r→l} v_r"""
-        return self.retrieve(state, i, None)
-
-    def read_normed(self, state: State, i: int, norm: Norm) -> tuple[Tensor, State]:
-        """Norm(h_l)"""
-        return self.retrieve(state, i, norm)
-
-    def retrieve(self, state: State, i: int, norm: Norm | None) -> tuple[Tensor, State]:
-        """Phase 2: the history merged with the live state, where there is one."""
+    def read(self, state: State, i: int, norm: Norm | None = None) -> tuple[Tensor, State]:
+        """h_l = Σ_r π_{r→l} v_r: phase 2, the history merged with the live state, where there is one."""
         if state.live is not None:
             state = state._replace(live=state.live.short())
         updates, coefficients = state.live or ((), None)

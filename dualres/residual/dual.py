@@ -34,16 +34,11 @@ class Dual(Retrieving):
             for u in sorted(set(place.sets))
         )
 
-    def read(self, state: State, i: int) -> tuple[Tensor, State]:
-        """h = α⁰h⁰ + α¹h¹ with α = σ(·), and for the write β = 2σ(·), both from Norm([h⁰; h¹]); ρ = σ(·) from P."""
-        return self.retrieve(state, i, None)
+    def read(self, state: State, i: int, norm: Norm | None = None) -> tuple[Tensor, State]:
+        """h = α⁰h⁰ + α¹h¹ with α = σ(·), and for the write β = 2σ(·), both from Norm([h⁰; h¹]); ρ = σ(·) from P.
 
-    def read_normed(self, state: State, i: int, norm: Norm) -> tuple[Tensor, State]:
-        """Norm(h)"""
-        return self.retrieve(state, i, norm)
-
-    def retrieve(self, state: State, i: int, norm: Norm | None) -> tuple[Tensor, State]:
-        """Phase 2, with the gates; β and M(ρ) ride in the coefficients of the live streams until the write."""
+        β and M(ρ) ride in the coefficients of the live streams until the write.
+        """
         updates, coefficients = state.live.short() if state.live else ((), None)
         u = self.sets[i]
         gates = cast(GateSet, self.gates[u]).parameters_of(transports=bool(updates))

@@ -44,16 +44,11 @@ class HyperConnections(Pathway):
         """The block goes on from the streams of the one before."""
         return State(of_streams(history[-1]))
 
-    def read(self, state: State, i: int) -> tuple[Tensor, State]:
-        """h = Σ_j σ(·)^j X^j; the gates of the write are computed from the same X."""
-        return self.mixed(state, i, None)
+    def read(self, state: State, i: int, norm: Norm | None = None) -> tuple[Tensor, State]:
+        """h = Σ_j σ(·)^j X^j; the gates of the write are computed from the same X.
 
-    def read_normed(self, state: State, i: int, norm: Norm) -> tuple[Tensor, State]:
-        """Norm(h)"""
-        return self.mixed(state, i, norm)
-
-    def mixed(self, state: State, i: int, norm: Norm | None) -> tuple[Tensor, State]:
-        """H_pre X; H_res and H_post ride in the coefficients of the live streams until the write."""
+        H_res and H_post ride in the coefficients of the live streams until the write.
+        """
         updates, coefficients = state.live.short()
         gates = [cast(Gate, kind[i]).as_parameters() for kind in (self.pre, self.post, self.mixing)]
         h, left = ops.hyper_read(updates, coefficients, gates, self.sinkhorn_steps, self.eps, norm)

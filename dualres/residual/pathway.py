@@ -49,14 +49,12 @@ class Pathway(nn.Module):
         """Start the block: what all its branches need of the history, once. R × (J,B,T,D) -> state"""
         raise NotImplementedError
 
-    def read(self, state: Any, i: int) -> tuple[Tensor, Any]:
-        """The input (B,T,D) of branch i; gates that the write will need ride along in the state."""
-        raise NotImplementedError
+    def read(self, state: Any, i: int, norm: Norm | None = None) -> tuple[Tensor, Any]:
+        """The input (B,T,D) of branch i, after the branch's norm if it is given; gates of the write ride in the state.
 
-    def read_normed(self, state: Any, i: int, norm: Norm) -> tuple[Tensor, Any]:
-        """`read`, followed by the RMSNorm of the branch; a pathway that can do both in one pass overrides this."""
-        h, state = self.read(state, i)
-        return nn.functional.rms_norm(h, norm.weight.shape, norm.weight, norm.eps), state
+        `ops.normed` applies the norm for a pathway that does not do both in one pass.
+        """
+        raise NotImplementedError
 
     def write(self, state: Any, i: int, update: Tensor) -> Any:
         """Put the output (B,T,D) of branch i into the live streams."""

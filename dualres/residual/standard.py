@@ -25,12 +25,8 @@ class Standard(Pathway):
         """The block goes on from the state of the one before."""
         return State(history[-1])
 
-    def read(self, state: State, i: int) -> tuple[Tensor, State]:
+    def read(self, state: State, i: int, norm: Norm | None = None) -> tuple[Tensor, State]:
         """h_l is the stream itself."""
-        return state.live[0], state
-
-    def read_normed(self, state: State, i: int, norm: Norm) -> tuple[Tensor, State]:
-        """Norm(h_l)"""
         return ops.normed(state.live, norm), state
 
     def write(self, state: State, i: int, update: Tensor) -> State:

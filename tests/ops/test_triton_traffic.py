@@ -89,7 +89,7 @@ def test_a_block_stays_within_its_budget(states: int, branches: int, sets: str, 
     with torch.no_grad(), Meter(shape) as meter:
         state = pathway.open(history)
         for i in range(branches):
-            h, state = pathway.read_normed(state, i, Norm(torch.ones(shape[-1]), 1e-6))
+            h, state = pathway.read(state, i, Norm(torch.ones(shape[-1]), 1e-6))
             state = pathway.write(state, i, h)
         pathway.close(state)
     assert meter.traffic().total / branches <= 8 + (2 * states + 2 * len(set(used))) / branches

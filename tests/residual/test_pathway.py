@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from dualres.config import ConfigError, ResidualConfig
 from dualres.model.block import ResidualStack, residual_stack
+from dualres.ops import Norm
 from dualres.residual import registry
 from dualres.residual.pathway import Pathway, Place
 from tests.small import (
@@ -82,8 +83,8 @@ class Watch(Pathway):
     def open(self, history: tuple[Tensor, ...]) -> Any:
         return self.wrapped.open(history)
 
-    def read(self, state: Any, i: int) -> tuple[Tensor, Any]:
-        return self.wrapped.read(state, i)
+    def read(self, state: Any, i: int, norm: Norm | None = None) -> tuple[Tensor, Any]:
+        return self.wrapped.read(state, i, norm)
 
     def write(self, state: Any, i: int, update: Tensor) -> Any:
         state = self.wrapped.write(state, i, update)
@@ -111,6 +112,17 @@ def test_watching_changes_no_bit_and_intervening_does(name: str):
     for block, original in zip(made, originals, strict=True):
         block.pathway = Watch(original, change=torch.zeros_like)
     assert not torch.allclose(made(embedding), plain)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", RESIDUALS)
+def test_watching_a_decoder_changes_no_bit(name: str, dtype: torch.dtype):
+    """Its reads apply the norms of its branches."""
+    decoder, tokens = stirred(model_config(), RESIDUALS[name]).to(dtype), random_tokens()
+    plain = decoder(tokens)
+    for block in decoder.stack:
+        block.pathway = Watch(block.pathway)
+    assert torch.equal(decoder(tokens), plain)
 
 
 @pytest.mark.parametrize("layers", [1, 2, 5])
