@@ -4,12 +4,14 @@
     python benchmarks/ops.py --threads 2 --dtype bf16 --json
 
 The limit is the bytes that must move (every input row read once, every output row written once) divided by the
-bandwidth that adding two states of the same size into a third reaches in the same run. All contenders take turns within
-a round; the spread is from the lowest to the highest. "kept" is what the operator keeps for its backward pass beside
-its inputs.
+bandwidth that adding two states of the same size into a third reaches in the same round. All contenders take turns
+within a round, and a ratio compares the times of one round; the spread is from the lowest to the highest. "kept" is
+what the operator keeps for its backward pass beside its inputs. Freed memory stays with the process, so that nobody
+waits for the system to clear new pages.
 """
 
 import argparse
+import ctypes
 import json
 import os
 import statistics
@@ -28,6 +30,7 @@ from dualres.residual.route import DUAL, SINGLE
 from dualres.table import table
 
 EPS = 1e-6
+WARM_UP = 3  # rounds in which kernels are compiled and the heap finds its size
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -53,6 +56,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
+    keep_freed_memory()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     found = {}
     for name in arguments.ops.split(","):
@@ -75,6 +79,14 @@ def main() -> None:
         return
     print(", ".join(f"{key} {value}" for key, value in setting.items()))
     print(as_table(found))
+
+
+def keep_freed_memory() -> None:
+    """Tell the C library not to give freed memory back; only glibc can be told."""
+    trim_threshold, map_threshold = -1, -3  # numbers of malloc.h
+    if hasattr(ctypes.CDLL(None), "mallopt"):
+        ctypes.CDLL(None).mallopt(map_threshold, 32 * 2**20)
+        ctypes.CDLL(None).mallopt(trim_threshold, 2**31 - 1)
 
 
 def retrieval_of_the_paper(history: Sequence[Tensor], queries: Tensor) -> list[Tensor]:
@@ -189,7 +201,7 @@ def measure(case: Case, rounds: int) -> dict[str, Any]:
     largest = max(case.inputs, key=Tensor.numel)
     buffers = [torch.randn_like(largest, dtype=torch.float32) for _ in range(9)]
     bandwidths = []
-    for turn in range(rounds + 1):  # the first compiles
+    for turn in range(rounds + WARM_UP):
         began = clock()
         for n in range(0, len(buffers), 3):
             torch.add(buffers[n], buffers[n + 1], out=buffers[n + 2])
@@ -203,7 +215,7 @@ def measure(case: Case, rounds: int) -> dict[str, Any]:
             torch.autograd.grad(results, inputs, given, allow_unused=True)
             ended = clock()
             del results, given
-            if turn:
+            if turn >= WARM_UP:
                 found[name]["forward"].append(1e3 * (middle - began))
                 found[name]["backward"].append(1e3 * (ended - ready))
     for name, way in present.items():
@@ -211,11 +223,11 @@ def measure(case: Case, rounds: int) -> dict[str, Any]:
     results = list(case.fused(*case.inputs))
     streams = [x.nbytes for x in case.inputs if x.shape[-1] == largest.shape[-1] and x.numel() * 4 > largest.numel()]
     out = sum(x.nbytes for x in results if x.shape[-1] == largest.shape[-1])
-    bandwidth = statistics.median(bandwidths)
+    bandwidths = bandwidths[WARM_UP:]
     found["limit"] = {
-        "bandwidth": bandwidth,
-        "forward": 1e3 * (sum(streams) + out) / bandwidth,
-        "backward": 1e3 * (2 * sum(streams) + out) / bandwidth,
+        "bandwidth": bandwidths,
+        "forward": [1e3 * (sum(streams) + out) / bandwidth for bandwidth in bandwidths],
+        "backward": [1e3 * (2 * sum(streams) + out) / bandwidth for bandwidth in bandwidths],
     }
     return found
 
@@ -242,28 +254,39 @@ def clock() -> float:
     return time.perf_counter()
 
 
+def both(times: dict[str, Any]) -> list[float]:
+    """Forward and backward together, round by round."""
+    return [f + b for f, b in zip(times["forward"], times["backward"], strict=True)]
+
+
+def milliseconds(times: dict[str, Any]) -> list[str]:
+    """Medians of the forward and of the backward pass."""
+    return [f"{statistics.median(times[direction]):.1f}" for direction in ("forward", "backward")]
+
+
+def spread(times: list[float], unit: list[float], digits: int) -> str:
+    """The ratios of rounds: their median, the lowest and the highest."""
+    ratios = [own / one for own, one in zip(times, unit, strict=True)]
+    return f"{statistics.median(ratios):.{digits}f} ({min(ratios):.{digits}f}–{max(ratios):.{digits}f})"
+
+
 def as_table(found: dict[str, Any]) -> str:
     """One row per operator and way."""
     rows = []
     for name, row in found.items():
-        limit = row["limit"]
-        fused = [f + b for f, b in zip(row["fused"]["forward"], row["fused"]["backward"], strict=True)]
+        fused, limit = both(row["fused"]), both(row["limit"])
         for way in [key for key in row if key != "limit"]:
-            both = [f + b for f, b in zip(row[way]["forward"], row[way]["backward"], strict=True)]
-            slower = [own / ours for own, ours in zip(both, fused, strict=True)]
-            least = limit["forward"] + limit["backward"]
             rows.append(
                 [
                     name,
                     way,
-                    f"{statistics.median(row[way]['forward']):.1f}",
-                    f"{statistics.median(row[way]['backward']):.1f}",
-                    f"{statistics.median(slower):.1f} ({min(slower):.1f}–{max(slower):.1f})",
-                    f"{statistics.median(both) / least:.2f} ({min(both) / least:.2f}–{max(both) / least:.2f})",
+                    *milliseconds(row[way]),
+                    spread(both(row[way]), fused, 1),
+                    spread(both(row[way]), limit, 2),
                     f"{row[way]['kept'] / 2**20:.1f}",
                 ]
             )
-        rows.append([name, "limit", f"{limit['forward']:.1f}", f"{limit['backward']:.1f}", "", "1", ""])
+        rows.append([name, "limit", *milliseconds(row["limit"]), "", "1", ""])
     heads = ["operator", "way", "forward, ms", "backward, ms", "× fused", "× limit", "kept, MiB"]
     return table(heads, rows)
 

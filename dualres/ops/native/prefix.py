@@ -13,17 +13,22 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from dualres.ops.native.rows import add_rows, load_with_dots, sum_chosen, two_dots
+from dualres.ops.native.rows import (
+    add_rows,
+    add_rows_to_two,
+    load_with_dots,
+    sum_chosen,
+    sum_chosen_for_two,
+    two_dots,
+)
 from dualres.ops.native.streams import (
     LIKE,
     OPTIONS,
     array,
     expect,
-    expect_store,
     finish,
     load,
     row_of,
-    store,
     streams_of,
     target,
 )
@@ -43,6 +48,7 @@ def prefix(history: list[Tensor], queries: Tensor, key: list[int], value: list[i
         array(queries.flatten(0, 1)),
         by_stream(key, len(state), sets),
         np.array(value * sets),
+        in_pairs(value, sets),
         eps,
         streams_of(retrieved).ravel(),
         streams_of(partition).ravel(),
@@ -63,6 +69,15 @@ def by_stream(chosen: list[int], streams: int, sets: int) -> "np.ndarray[Any, np
     return table
 
 
+def in_pairs(chosen: list[int], sets: int) -> "np.ndarray[Any, np.dtype[np.int64]]":
+    """The queries m two by two that have chosen the same stored stream; −1 beside one that is left over. -> (·,2)"""
+    pairs = []
+    for stream in sorted(set(chosen)):
+        own = [m for m in range(sets * len(chosen)) if chosen[m % len(chosen)] == stream]
+        pairs += [own[n : n + 2] if n + 1 < len(own) else [own[n], -1] for n in range(0, len(own), 2)]
+    return np.array(pairs)
+
+
 @njit(**OPTIONS)
 def _forward(
     first: int,
@@ -71,6 +86,7 @@ def _forward(
     queries: Any,
     scoring: Any,
     value: Any,
+    pairs: Any,
     eps: float,
     retrieved: Any,
     partition: Any,
@@ -80,7 +96,7 @@ def _forward(
 ) -> None:
     states, asked, _ = logits.shape
     streams, width = norms.shape[1], queries.shape[1]
-    rows, total = np.empty((streams, states, width), np.float32), np.empty(width, np.float32)
+    rows, totals = np.empty((streams, states, width), np.float32), np.empty((2, width), np.float32)
     single = np.empty(0, np.float32)
     weights = np.empty((asked, states), np.float32)
     for t in range(first, last):
@@ -90,7 +106,7 @@ def _forward(
                 a, b = max(scoring[j, 0], 0), max(scoring[j, 0], scoring[j, 1], 0)
                 read = row_of(history[r, j], t, width, like)
                 square, one, two = load_with_dots(row, read, queries[a], queries[b])
-                expect(history[r, j], min(t + 1, last - 1), width, like)
+                expect(history[r, j], min(t + 1, last - 1), width, like, 0, 2)
                 norm = np.float32(1 / math.sqrt(square / width + eps))
                 norms[r, j, t] = norm
                 n = 0
@@ -108,14 +124,23 @@ def _forward(
             for r in range(states):
                 weights[m, r] = math.exp(logits[r, m, t] - highest)
                 mass += weights[m, r]
+                for j in range(streams):
+                    expect(history[r, j], min(t + 1, last - 1), width, like, asked + m, 2 * asked)
             for r in range(states):
                 weights[m, r] /= mass
             row_of(partition[m], t, 1, single)[0] = highest + math.log(mass)
-        for m in range(asked):
+        for m, other in pairs:
             row = row_of(retrieved[m], t, width, like)
-            sums = target(row, total)
+            sums = target(row, totals[0])
             sums[:] = 0
-            add_rows(sums, weights[m], rows[value[m]])
+            if other < 0:
+                add_rows(sums, weights[m], rows[value[m]])
+            else:
+                row_too = row_of(retrieved[other], t, width, like)
+                sums_too = target(row_too, totals[1])
+                sums_too[:] = 0
+                add_rows_to_two(sums, sums_too, weights[m], weights[other], rows[value[m]])
+                finish(row_too, sums_too)
             finish(row, sums)
 
 
@@ -145,12 +170,26 @@ def prefix_backward(
         array(logits.flatten(3).flatten(1, 2)),
         array(norms.flatten(2)),
         np.array(key * sets),
+        in_pairs(key, sets),
         by_stream(value, len(state), sets),
+        terms_of_states(key, value, len(state), sets),
         streams_of(d_history),
         LIKE[state.dtype],
     )
     share(lambda part, first, last: _backward(first, last, *arguments, partial[part]), tokens)
     return [*d_history, d_queries.sum(0)]
+
+
+def terms_of_states(key: list[int], value: list[int], streams: int, sets: int) -> "np.ndarray[Any, np.dtype[np.int64]]":
+    """The rows of the bank that make the gradient of stored stream j, filled to fours with the zero row. -> (J,·)"""
+    asked = sets * len(key)
+    own = [
+        [m for m in range(asked) if value[m % len(value)] == j]
+        + [asked + m for m in range(asked) if key[m % len(key)] == j]
+        for j in range(streams)
+    ]
+    longest = -(-max(len(row) for row in own) // 4) * 4
+    return np.array([row + [2 * asked] * (longest - len(row)) for row in own])
 
 
 @njit(**OPTIONS)
@@ -165,33 +204,27 @@ def _backward(
     logits: Any,
     norms: Any,
     key: Any,
+    pairs: Any,
     returning: Any,
+    terms: Any,
     d_history: Any,
     like: Any,
     d_queries: Any,
 ) -> None:
     states, asked, _ = logits.shape
     streams, width = norms.shape[1], queries.shape[1]
-    rows, total = np.empty((streams, states, width), np.float32), np.empty(width, np.float32)
+    rows, totals = np.empty((streams, states, width), np.float32), np.empty((2, width), np.float32)
     single = np.empty(0, np.float32)
-    p = np.empty((asked, states), np.float32)  # the weights of the softmax
+    # The gradient of a state is a sum of gradients of what was retrieved, and of queries: rows of the bank, the last of
+    # them zero, with a row of `scores` each.
+    bank, scores = np.zeros((2 * asked + 1, width), np.float32), np.zeros((2 * asked + 1, states), np.float32)
+    p = scores[:asked]  # the weights of the softmax
+    scored = scores[asked : 2 * asked]  # gradients of the logits, times the norms
     da = np.empty((asked, states), np.float32)  # gradients of the weights, then of the logits
-    scored = np.empty((asked, states), np.float32)  # da · norm
-    # The gradient of a state is a sum of gradients of what was retrieved, and of queries.
-    bank = np.empty((2 * asked, width), np.float32)
-    terms = np.full((streams, len(bank)), -1)
-    weights = np.empty(len(bank), np.float32)
+    shrink = np.empty((streams, states), np.float32)  # what the norms take from a state, times itself
+    weights = np.empty((2, terms.shape[1]), np.float32)
     for m in range(asked):
-        store(bank[asked + m], queries[m])
-    for j in range(streams):
-        n = 0
-        while returning[j, n] >= 0:
-            terms[j, n] = returning[j, n]
-            n += 1
-        for m in range(asked):
-            if key[m] == j:
-                terms[j, n] = asked + m
-                n += 1
+        load(bank[asked + m], queries[m])
     for t in range(first, last):
         for m in range(asked):
             load(bank[m], row_of(d_retrieved[m], t, width, like))
@@ -204,8 +237,7 @@ def _backward(
                 a, b = max(returning[j, 0], 0), max(returning[j, 0], returning[j, 1], 0)
                 read = row_of(history[r, j], t, width, like)
                 _, one, two = load_with_dots(row, read, bank[a], bank[b])
-                expect(history[r, j], min(t + 1, last - 1), width, like)
-                expect_store(d_history[r, j], t, width, like)
+                expect(history[r, j], min(t + 1, last - 1), width, like, 0, 2)
                 n = 0
                 while returning[j, n] >= 0:
                     da[a, r], da[b, r] = one, two
@@ -213,6 +245,7 @@ def _backward(
                     if returning[j, n] >= 0:
                         a, b = returning[j, n], max(returning[j, n], returning[j, n + 1])
                         one, two = two_dots(bank[a], bank[b], row)
+        shrink[:] = 0
         for m in range(asked):
             delta = np.float32(0)
             for r in range(states):
@@ -221,20 +254,27 @@ def _backward(
             for r in range(states):
                 da[m, r] = p[m, r] * (da[m, r] - delta + given)
                 scored[m, r] = da[m, r] * norms[r, key[m], t]
+                shrink[key[m], r] -= scored[m, r] * norms[r, key[m], t] * logits[r, m, t] / width
+                for j in range(streams):
+                    expect(history[r, j], min(t + 1, last - 1), width, like, asked + m, 2 * asked)
         for j in range(streams):
-            for r in range(states):
-                n, shrink = 0, np.float32(0)
-                while returning[j, n] >= 0:
-                    weights[n] = p[returning[j, n], r]
-                    n += 1
-                for m in range(asked):
-                    if key[m] == j:
-                        weights[n] = scored[m, r]
-                        shrink -= scored[m, r] * norms[r, j, t] * logits[r, m, t] / width
-                        n += 1
+            for r in range(0, states, 2):
+                for n in range(len(terms[j])):
+                    weights[0, n] = scores[terms[j, n], r]
+                    weights[1, n] = scores[terms[j, n], min(r + 1, states - 1)]
                 row = row_of(d_history[r, j], t, width, like)
-                sums = target(row, total)
-                sum_chosen(sums, shrink, rows[j, r], weights, bank, terms[j])
+                sums = target(row, totals[0])
+                if r + 1 == states:
+                    sum_chosen(sums, shrink[j, r], rows[j, r], weights[0], bank, terms[j])
+                else:
+                    row_too = row_of(d_history[r + 1, j], t, width, like)
+                    sums_too = target(row_too, totals[1])
+                    two, own = (rows[j, r], rows[j, r + 1]), shrink[j, r : r + 2]
+                    sum_chosen_for_two((sums, sums_too), own, two, weights, bank, terms[j])
+                    finish(row_too, sums_too)
                 finish(row, sums)
-        for m in range(asked):
-            add_rows(d_queries[m], scored[m], rows[key[m]])
+        for m, other in pairs:
+            if other < 0:
+                add_rows(d_queries[m], scored[m], rows[key[m]])
+            else:
+                add_rows_to_two(d_queries[m], d_queries[other], scored[m], scored[other], rows[key[m]])

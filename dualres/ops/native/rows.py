@@ -64,20 +64,52 @@ def add_rows(total: Any, weights: Any, rows: Any) -> None:
 
 
 @njit(**OPTIONS)
-def sum_chosen(total: Any, own: Any, row: Any, weights: Any, bank: Any, which: Any) -> None:
-    """total = own · row + Σ_n weights[n] · bank[which[n]] up to a negative which. (D,), 1, (D,), (n,), (·,D), (n,)"""
-    n = 0
-    if len(which) >= 4 and which[3] >= 0:
-        a, b, c, e = bank[which[0]], bank[which[1]], bank[which[2]], bank[which[3]]
-        wa, wb, wc, we = weights[0], weights[1], weights[2], weights[3]
+def add_rows_to_two(total: Any, other: Any, weights: Any, others: Any, rows: Any) -> None:
+    """`add_rows` to two totals, each with its weights, reading the rows once. (D,), (D,), (n,), (n,), (n,D)"""
+    n, count = 0, len(weights)
+    while n + 4 <= count:
+        a, b, c, e = rows[n], rows[n + 1], rows[n + 2], rows[n + 3]
+        wa, wb, wc, we = weights[n], weights[n + 1], weights[n + 2], weights[n + 3]
+        va, vb, vc, ve = others[n], others[n + 1], others[n + 2], others[n + 3]
         for d in range(len(total)):
-            total[d] = own * row[d] + (wa * a[d] + wb * b[d]) + (wc * c[d] + we * e[d])
-        n = 4
-    else:
-        scaled(total, own, row)
-    while n < len(which) and which[n] >= 0:
-        add(total, weights[n], bank[which[n]])
+            x, y, z, w = a[d], b[d], c[d], e[d]
+            total[d] += (wa * x + wb * y) + (wc * z + we * w)
+            other[d] += (va * x + vb * y) + (vc * z + ve * w)
+        n += 4
+    while n < count:
+        a, wa, va = rows[n], weights[n], others[n]
+        for d in range(len(total)):
+            total[d] += wa * a[d]
+            other[d] += va * a[d]
         n += 1
+
+
+@njit(**OPTIONS)
+def sum_chosen(total: Any, own: Any, row: Any, weights: Any, bank: Any, which: Any) -> None:
+    """total = own · row + Σ_n weights[n] · bank[which[n]], n a multiple of four. (D,), 1, (D,), (n,), (·,D), (n,)"""
+    scaled(total, own, row)
+    for n in range(0, len(which), 4):
+        a, b, c, e = bank[which[n]], bank[which[n + 1]], bank[which[n + 2]], bank[which[n + 3]]
+        wa, wb, wc, we = weights[n], weights[n + 1], weights[n + 2], weights[n + 3]
+        for d in range(len(total)):
+            total[d] += (wa * a[d] + wb * b[d]) + (wc * c[d] + we * e[d])
+
+
+@njit(**OPTIONS)
+def sum_chosen_for_two(totals: Any, own: Any, rows: Any, weights: Any, bank: Any, which: Any) -> None:
+    """`sum_chosen` for two totals, reading the bank once. 2 × (D,), (2,), 2 × (D,), (2,n), (·,D), (n,)"""
+    total, other = totals
+    row, another = rows
+    mine, its = own[0], own[1]
+    for n in range(0, len(which), 4):
+        a, b, c, e = bank[which[n]], bank[which[n + 1]], bank[which[n + 2]], bank[which[n + 3]]
+        wa, wb, wc, we = weights[0, n], weights[0, n + 1], weights[0, n + 2], weights[0, n + 3]
+        va, vb, vc, ve = weights[1, n], weights[1, n + 1], weights[1, n + 2], weights[1, n + 3]
+        for d in range(len(total)):
+            x, y, z, w = a[d], b[d], c[d], e[d]
+            total[d] = mine * row[d] + (wa * x + wb * y) + (wc * z + we * w)
+            other[d] = its * another[d] + (va * x + vb * y) + (vc * z + ve * w)
+        row, another, mine, its = total, other, np.float32(1), np.float32(1)
 
 
 @njit(**OPTIONS)

@@ -81,40 +81,34 @@ def row_of(address: int, token: int, width: int, like: Any) -> Any:
     return carray(pointer(address + token * width * like.itemsize, like), (width,))  # type: ignore[call-arg]
 
 
-def _prefetch(for_write: int) -> Any:
-    @intrinsic
-    def fetch(context: Any, address: Any) -> Any:
-        def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
-            kind = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
-            function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
-            numbers = [ir.Constant(word, n) for n in (for_write, 3, 1)]
-            builder.call(function, [builder.inttoptr(arguments[0], byte), *numbers])
-            return context.get_dummy_value()
+@intrinsic
+def prefetch(context: Any, address: Any) -> Any:
+    """Ask memory for a line that will be read."""
 
-        return types.void(types.int64), code
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
+        numbers = [ir.Constant(word, n) for n in (0, 3, 1)]  # to read, into the nearest cache, data
+        builder.call(function, [builder.inttoptr(arguments[0], byte), *numbers])
+        return context.get_dummy_value()
 
-    return fetch
+    return types.void(types.int64), code
 
 
-prefetch_read, prefetch_write = _prefetch(0), _prefetch(1)
 LINE = 64  # bytes that memory delivers at a time
 
 
 @njit(**OPTIONS)
-def expect(address: int, token: int, width: int, like: Any) -> None:
-    """Ask memory for a row before it is read: a row is too short for the processor to see the stream by itself."""
-    begin = address + token * width * like.itemsize
-    for line in range(0, width * like.itemsize, LINE):
-        prefetch_read(begin + line)
+def expect(address: int, token: int, width: int, like: Any, part: int, parts: int) -> None:
+    """Ask memory for a part of a row that comes soon: a row is too short for the processor to see the stream by itself.
 
-
-@njit(**OPTIONS)
-def expect_store(address: int, token: int, width: int, like: Any) -> None:
-    """The same for a row that will be stored."""
-    begin = address + token * width * like.itemsize
-    for line in range(0, width * like.itemsize, LINE):
-        prefetch_write(begin + line)
+    Asked for all at once, the lines queue up and what is computed meanwhile waits behind them.
+    """
+    size = width * like.itemsize
+    begin = address + token * size
+    for line in range(size * part // parts // LINE * LINE, size * (part + 1) // parts, LINE):
+        prefetch(begin + line)  # type: ignore[call-arg]
 
 
 def _convert(source: Any, result: Any, code: Callable[..., Any]) -> Any:
