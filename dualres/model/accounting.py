@@ -17,7 +17,7 @@ from dualres.model.attention import Attention
 from dualres.model.block import ResidualStack
 from dualres.model.decoder import Decoder
 from dualres.model.moe import MoE
-from dualres.ops import traffic
+from dualres.ops import choice, traffic
 
 TOKENS_OF_TRAFFIC = 7  # a number that no parameter has as a size
 
@@ -101,10 +101,14 @@ def residual_traffic(decoder: Decoder) -> Traffic:
     """What pathways and readout move for one token, forward and backward, by the formulas of the fused operators.
 
     Everything else that touches a stream, such as the sum of gradients from several readers, counts what it reads and
-    writes. A branch is taken to move nothing here. `decoder` must be on the meta device.
+    writes. A branch is taken to move nothing here, and so is its norm, which a fused read applies on the way.
+    `decoder` must be on the meta device.
     """
     stack = copy.deepcopy(decoder.stack)
-    with FakeTensorMode(allow_non_fake_inputs=True):  # the parameters on the meta device are no fake ones
+    with (
+        choice.for_shapes(),
+        FakeTensorMode(allow_non_fake_inputs=True),
+    ):  # the parameters on the meta device are no fake ones
         stack.to_empty(device="cpu")
         row = 1, TOKENS_OF_TRAFFIC, decoder.config.width
         state = torch.empty(stack.streams, *row, requires_grad=True)

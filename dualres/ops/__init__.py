@@ -3,12 +3,13 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from dualres.ops import choice, fused, grouped, reference
+from dualres.ops.inputs import HyperInputs, ReadInputs
 from dualres.ops.reference import GateParameters, Norm, Route, wide
 
 __all__ = [
@@ -53,7 +54,9 @@ def prefix(
     """
     if choice.kind(history[0]) == "reference":
         return reference.prefix(history, queries, route, eps)
-    found = _run("prefix", _contiguous(history), wide(queries).contiguous(), list(route[0]), list(route[1]), eps)
+    states = _alike("history", history)
+    run = fused if _recorded(states[0]) else choice.kernels(states[0])
+    found = run.prefix(states, wide(queries).contiguous(), list(route[0]), list(route[1]), eps)
     return tuple(found[: len(queries)]), tuple(found[len(queries) : 2 * len(queries)])
 
 
@@ -76,9 +79,7 @@ def read(
         return retrieved[0]
     if choice.kind(retrieved) == "reference":
         return reference.read(retrieved, log_partition, updates, coefficients, queries, route, eps, norm)
-    return _run("read", *_read_inputs(retrieved, log_partition, updates, coefficients, queries, (), route, eps, norm))[
-        0
-    ]
+    return _read(retrieved, log_partition, updates, coefficients, queries, (), route, eps, norm)[0]
 
 
 @full_precision
@@ -111,9 +112,7 @@ def gated_read(
     """
     if choice.kind(retrieved) == "reference":
         return reference.gated_read(retrieved, log_partition, updates, coefficients, queries, gates, route, eps, norm)
-    return _run(
-        "read", *_read_inputs(retrieved, log_partition, updates, coefficients, queries, gates, route, eps, norm)
-    )
+    return _read(retrieved, log_partition, updates, coefficients, queries, gates, route, eps, norm)
 
 
 @full_precision
@@ -132,9 +131,9 @@ def hyper_read(
     if choice.kind(updates[0]) == "reference":
         return reference.hyper_read(updates, coefficients, gates, steps, eps, norm)
     weight, norm_eps = _norm(norm)
-    return _run(
-        "hyper_read", _contiguous(updates), coefficients.contiguous(), _flat(gates), weight, steps, eps, norm_eps
-    )
+    rows, weights = _sum(updates, coefficients)
+    given = HyperInputs(rows, weights, _flat(gates), weight, steps, eps, norm_eps)
+    return fused.hyper_read(*given) if _recorded(rows[0]) else choice.kernels(rows[0]).hyper_read(given)
 
 
 @full_precision
@@ -142,7 +141,8 @@ def write(updates: Sequence[Tensor], coefficients: Tensor) -> Tensor:
     """The live streams P^j = Σ_k C_k^j u_k as a state. updates K × (B,T,D), coefficients (K,J,B,T) -> (J,B,T,D)"""
     if choice.kind(updates[0]) == "reference":
         return reference.write(updates, coefficients)
-    return _run("write", _contiguous(updates), coefficients.contiguous())
+    rows, weights = _sum(updates, coefficients)
+    return (fused if _recorded(rows[0]) else choice.kernels(rows[0])).write(rows, weights)
 
 
 depth_weights = full_precision(reference.depth_weights)
@@ -150,15 +150,12 @@ gate_logits = full_precision(reference.gate_logits)
 grouped_linear = grouped.grouped_linear
 
 
-def _run(name: str, *inputs: Any) -> Any:
-    """The operator `name`; its kernels directly where there is neither a gradient nor a graph to record."""
-    first = inputs[0] if isinstance(inputs[0], Tensor) else inputs[0][0]
-    if torch.is_grad_enabled() or torch.compiler.is_compiling() or type(first) is not Tensor:
-        return getattr(fused, name)(*inputs)
-    return getattr(choice.kernels(first), name)(*inputs)
+def _recorded(tensor: Tensor) -> bool:
+    """Whether there may be a gradient or a graph to record; kernels are called directly where there is neither."""
+    return torch.is_grad_enabled() or torch.compiler.is_compiling() or type(tensor) is not Tensor
 
 
-def _read_inputs(
+def _read(
     retrieved: Tensor,
     log_partition: Tensor,
     updates: Sequence[Tensor],
@@ -168,16 +165,20 @@ def _read_inputs(
     route: Route,
     eps: float,
     norm: Norm | None,
-) -> tuple[Any, ...]:
-    """The arguments of `fused.read`."""
-    live = bool(updates)
-    asked = wide(queries).contiguous() if live and queries is not None else None
+) -> tuple[Tensor, Tensor]:
+    """`fused.read`, with gates or without."""
+    rows: list[Tensor] = []
+    weights = asked = None
+    if updates and coefficients is not None and queries is not None:
+        rows, weights = _sum(updates, coefficients)
+        asked = wide(queries).contiguous()
+        _alike("retrieved state and updates", (retrieved[0], rows[0]))
     weight, norm_eps = _norm(norm)
-    return (
+    given = ReadInputs(
         retrieved.contiguous(),
-        log_partition.contiguous(),
-        _contiguous(updates),
-        coefficients.contiguous() if live and coefficients is not None else None,
+        wide(log_partition).contiguous(),
+        rows,
+        weights,
         asked,
         _flat(gates),
         weight,
@@ -186,9 +187,28 @@ def _read_inputs(
         eps,
         norm_eps,
     )
+    return fused.read(*given) if _recorded(given.retrieved) else choice.kernels(given.retrieved).read(given)
 
 
-def _contiguous(tensors: Sequence[Tensor]) -> list[Tensor]:
+def _sum(updates: Sequence[Tensor], coefficients: Tensor) -> tuple[list[Tensor], Tensor]:
+    """Updates and coefficients of live streams, fit for a kernel: it finds rows by address and cannot check them."""
+    rows = _alike("updates", updates)
+    count, _, *tokens = coefficients.shape
+    if (count, *tokens) != (len(rows), *rows[0].shape[:-1]):
+        raise ValueError(
+            f"coefficients of shape {tuple(coefficients.shape)} do not fit {len(rows)} updates of shape "
+            f"{tuple(rows[0].shape)}: they must be (updates, streams, batch, tokens)"
+        )
+    return rows, wide(coefficients).contiguous()
+
+
+def _alike(name: str, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors, contiguous, if all are of one shape, dtype and device."""
+    first = tensors[0]
+    for tensor in tensors:
+        if tensor.shape != first.shape or tensor.dtype != first.dtype or tensor.device != first.device:
+            kinds = sorted({f"{tuple(x.shape)} {x.dtype} on {x.device}" for x in tensors})
+            raise ValueError(f"{name}: all must have one shape, dtype and device, but there are {'; '.join(kinds)}")
     return [tensor.contiguous() for tensor in tensors]
 
 

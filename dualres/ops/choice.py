@@ -3,15 +3,18 @@
 DUALRES_OPS=reference, native or triton forces one kind everywhere (triton on a CPU needs TRITON_INTERPRET=1).
 """
 
+import contextlib
 import functools
 import importlib
 import importlib.util
 import os
 import warnings
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 Kind = Literal["reference", "native", "triton"]
 KINDS = ("reference", "native", "triton")
@@ -34,18 +37,42 @@ FORCED = forced()
 
 def kind(tensor: Tensor) -> Kind:
     """The operators that `tensor` takes: kernels for its device, or the equations where there are none for it."""
-    if tensor.dtype not in FUSED_DTYPES or tensor.device.type == "meta":
-        return "reference"  # float64, and shapes without numbers
+    if tensor.dtype not in FUSED_DTYPES or tensor.device.type == "meta" or transformed():
+        return "reference"  # float64, shapes without numbers, derivatives that no kernel has
     found = FORCED or BY_DEVICE.get(tensor.device.type, "reference")
+    if found == "triton" and tensor.device.type == "cpu" and not os.environ.get("TRITON_INTERPRET"):
+        raise RuntimeError(
+            "DUALRES_OPS=triton on a CPU needs Triton's interpreter, which is slow and for tests: "
+            "set TRITON_INTERPRET=1, too, or leave DUALRES_OPS unset"
+        )
     if found == "reference" or INSTALLED[found]:
         return found
     note(found)
     return "reference"
 
 
+def transformed() -> bool:
+    """Inside `torch.func` (vmap, jvp, …) or forward-mode differentiation, which kernels with a backward do not know."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+
+
 def kernels(tensor: Tensor) -> Any:
     """The module of kernels for the device of `tensor`; not called where `kind` says "reference"."""
     return module(FORCED or BY_DEVICE[tensor.device.type])
+
+
+@contextlib.contextmanager
+def for_shapes() -> Iterator[None]:
+    """Fused operators on any device, whether or not what compiles them is installed: enough to trace shapes."""
+    global FORCED
+    before, installed = FORCED, INSTALLED["native"]
+    FORCED, INSTALLED["native"] = "native", True
+    try:
+        yield
+    finally:
+        FORCED, INSTALLED["native"] = before, installed
 
 
 @functools.cache

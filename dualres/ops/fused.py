@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dualres.ops import choice
+from dualres.ops.inputs import HYPER_READ, READ, HyperInputs, ReadInputs
 
 
 @torch.library.custom_op("dualres::prefix", mutates_args=())
@@ -88,96 +89,47 @@ def _prefix_gradient(ctx: Any, gradients: list[Tensor]) -> tuple[Any, ...]:
 prefix.register_autograd(_prefix_gradient, setup_context=_keep_prefix)
 
 
-@torch.library.custom_op("dualres::read", mutates_args=())
-def read(
-    retrieved: Tensor,
-    partition: Tensor,
-    updates: list[Tensor],
-    coefficients: Tensor | None,
-    queries: Tensor | None,
-    gates: list[Tensor],
-    norm: Tensor | None,
-    key: list[int],
-    value: list[int],
-    eps: float,
-    norm_eps: float,
-) -> tuple[Tensor, Tensor]:
+@torch.library.custom_op("dualres::read", mutates_args=(), schema=f"({READ}) -> (Tensor, Tensor)")
+def read(*inputs: Any) -> tuple[Tensor, Tensor]:
     """`reference.gated_read`, and `reference.read` where there are no gates and so no coefficients to return.
 
-    `gates` are weight, scale, bias of α, of β and, with a live state, of ρ. -> (B,T,D), (K+1,2,B,T) or (0,)
+    `ReadInputs` -> (B,T,D), (K+1,2,B,T) or (0,)
     """
-    return choice.kernels(retrieved).read(
-        retrieved, partition, updates, coefficients, queries, gates, norm, key, value, eps, norm_eps
-    )
+    return choice.kernels(inputs[0]).read(ReadInputs(*inputs))
 
 
 @read.register_fake
-def _(
-    retrieved: Tensor,
-    partition: Tensor,
-    updates: list[Tensor],
-    coefficients: Tensor | None,
-    queries: Tensor | None,
-    gates: list[Tensor],
-    norm: Tensor | None,
-    key: list[int],
-    value: list[int],
-    eps: float,
-    norm_eps: float,
-) -> tuple[Tensor, Tensor]:
-    left = partition.new_empty(len(updates) + 1, *partition.shape) if gates else partition.new_empty(0)
-    return retrieved.new_empty(retrieved.shape[1:]), left
+def _(*inputs: Any) -> tuple[Tensor, Tensor]:
+    given = ReadInputs(*inputs)
+    partition = given.partition
+    left = partition.new_empty(len(given.updates) + 1, *partition.shape) if given.gates else partition.new_empty(0)
+    return given.retrieved.new_empty(given.retrieved.shape[1:]), left
 
 
-@torch.library.custom_op("dualres::read_backward", mutates_args=())
-def read_backward(
-    d_h: Tensor,
-    d_left: Tensor,
-    retrieved: Tensor,
-    partition: Tensor,
-    updates: list[Tensor],
-    coefficients: Tensor | None,
-    queries: Tensor | None,
-    gates: list[Tensor],
-    norm: Tensor | None,
-    key: list[int],
-    value: list[int],
-    eps: float,
-    norm_eps: float,
-) -> list[Tensor]:
+@torch.library.custom_op(
+    "dualres::read_backward", mutates_args=(), schema=f"(Tensor d_h, Tensor d_left, {READ}) -> Tensor[]"
+)
+def read_backward(d_h: Tensor, d_left: Tensor, *inputs: Any) -> list[Tensor]:
     """The gradients of `read`: of retrieved; with a live state of partition, updates, coefficients (only with gates:
     without they are constants) and queries; of the gates; of the norm."""
-    return choice.kernels(retrieved).read_backward(
-        d_h, d_left, retrieved, partition, updates, coefficients, queries, gates, norm, key, value, eps, norm_eps
-    )
+    return choice.kernels(d_h).read_backward(d_h, d_left, ReadInputs(*inputs))
 
 
 @read_backward.register_fake
-def _(
-    d_h: Tensor,
-    d_left: Tensor,
-    retrieved: Tensor,
-    partition: Tensor,
-    updates: list[Tensor],
-    coefficients: Tensor | None,
-    queries: Tensor | None,
-    gates: list[Tensor],
-    norm: Tensor | None,
-    key: list[int],
-    value: list[int],
-    eps: float,
-    norm_eps: float,
-) -> list[Tensor]:
-    live = [partition, *updates, coefficients if gates else None, queries] if updates else []
-    return [_like(tensor) for tensor in (retrieved, *live, *gates, norm) if tensor is not None]
+def _(d_h: Tensor, d_left: Tensor, *inputs: Any) -> list[Tensor]:
+    given = ReadInputs(*inputs)
+    learned = given.coefficients if given.gates else None
+    live = [given.partition, *given.updates, learned, given.queries] if given.updates else []
+    return [_like(tensor) for tensor in (given.retrieved, *live, *given.gates, given.norm) if tensor is not None]
 
 
 def _keep_read(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    retrieved, partition, updates, coefficients, queries, gates, norm, *ctx.numbers = inputs
-    ctx.updates, ctx.gates = len(updates), len(gates)
-    ctx.present = [tensor is not None for tensor in (coefficients, queries, norm)]
-    present = [tensor for tensor in (coefficients, queries, norm) if tensor is not None]
-    ctx.save_for_backward(retrieved, partition, *updates, *gates, *present)
+    given = ReadInputs(*inputs)
+    ctx.updates, ctx.gates, ctx.numbers = len(given.updates), len(given.gates), given[7:]
+    optional = given.coefficients, given.queries, given.norm
+    ctx.present = [tensor is not None for tensor in optional]
+    present = [tensor for tensor in optional if tensor is not None]
+    ctx.save_for_backward(given.retrieved, given.partition, *given.updates, *given.gates, *present)
 
 
 def _read_gradient(ctx: Any, d_h: Tensor, d_left: Tensor) -> tuple[Any, ...]:
@@ -186,23 +138,10 @@ def _read_gradient(ctx: Any, d_h: Tensor, d_left: Tensor) -> tuple[Any, ...]:
     updates, gates = _take(kept, ctx.updates), _take(kept, ctx.gates)
     coefficients, queries, norm = (next(kept) if present else None for present in ctx.present)
     key, value, eps, norm_eps = ctx.numbers
-    found = iter(
-        read_backward(
-            d_h.contiguous(),
-            d_left.contiguous(),
-            retrieved,
-            partition,
-            updates,
-            coefficients,
-            queries,
-            gates,
-            norm,
-            list(key),
-            list(value),
-            eps,
-            norm_eps,
-        )
+    given = ReadInputs(
+        retrieved, partition, updates, coefficients, queries, gates, norm, list(key), list(value), eps, norm_eps
     )
+    found = iter(read_backward(d_h.contiguous(), d_left.contiguous(), *given))
     d_retrieved, d_partition, d_coefficients, d_queries = next(found), None, None, None
     d_updates: list[Tensor] = []
     if updates:
@@ -218,63 +157,30 @@ def _read_gradient(ctx: Any, d_h: Tensor, d_left: Tensor) -> tuple[Any, ...]:
 read.register_autograd(_read_gradient, setup_context=_keep_read)
 
 
-@torch.library.custom_op("dualres::hyper_read", mutates_args=())
-def hyper_read(
-    updates: list[Tensor],
-    coefficients: Tensor,
-    gates: list[Tensor],
-    norm: Tensor | None,
-    steps: int,
-    eps: float,
-    norm_eps: float,
-) -> tuple[Tensor, Tensor]:
-    """`reference.hyper_read`; `gates` are weight, scale, bias of H_pre, H_post, H_res. -> (B,T,D), (K+1,J,B,T)"""
-    return choice.kernels(coefficients).hyper_read(updates, coefficients, gates, norm, steps, eps, norm_eps)
+@torch.library.custom_op("dualres::hyper_read", mutates_args=(), schema=f"({HYPER_READ}) -> (Tensor, Tensor)")
+def hyper_read(*inputs: Any) -> tuple[Tensor, Tensor]:
+    """`reference.hyper_read`. `HyperInputs` -> (B,T,D), (K+1,J,B,T)"""
+    given = HyperInputs(*inputs)
+    return choice.kernels(given.coefficients).hyper_read(given)
 
 
 @hyper_read.register_fake
-def _(
-    updates: list[Tensor],
-    coefficients: Tensor,
-    gates: list[Tensor],
-    norm: Tensor | None,
-    steps: int,
-    eps: float,
-    norm_eps: float,
-) -> tuple[Tensor, Tensor]:
+def _(*inputs: Any) -> tuple[Tensor, Tensor]:
+    updates, coefficients, *_ = inputs
     return _like(updates[0]), coefficients.new_empty(len(updates) + 1, *coefficients.shape[1:])
 
 
-@torch.library.custom_op("dualres::hyper_read_backward", mutates_args=())
-def hyper_read_backward(
-    d_h: Tensor,
-    d_left: Tensor,
-    updates: list[Tensor],
-    coefficients: Tensor,
-    gates: list[Tensor],
-    norm: Tensor | None,
-    steps: int,
-    eps: float,
-    norm_eps: float,
-) -> list[Tensor]:
+@torch.library.custom_op(
+    "dualres::hyper_read_backward", mutates_args=(), schema=f"(Tensor d_h, Tensor d_left, {HYPER_READ}) -> Tensor[]"
+)
+def hyper_read_backward(d_h: Tensor, d_left: Tensor, *inputs: Any) -> list[Tensor]:
     """The gradients of `hyper_read`: of updates, coefficients, gates, norm."""
-    return choice.kernels(coefficients).hyper_read_backward(
-        d_h, d_left, updates, coefficients, gates, norm, steps, eps, norm_eps
-    )
+    return choice.kernels(d_h).hyper_read_backward(d_h, d_left, HyperInputs(*inputs))
 
 
 @hyper_read_backward.register_fake
-def _(
-    d_h: Tensor,
-    d_left: Tensor,
-    updates: list[Tensor],
-    coefficients: Tensor,
-    gates: list[Tensor],
-    norm: Tensor | None,
-    steps: int,
-    eps: float,
-    norm_eps: float,
-) -> list[Tensor]:
+def _(d_h: Tensor, d_left: Tensor, *inputs: Any) -> list[Tensor]:
+    updates, coefficients, gates, norm, *_ = inputs
     return [_like(tensor) for tensor in (*updates, coefficients, *gates, norm) if tensor is not None]
 
 

@@ -66,12 +66,15 @@ class Pathway(nn.Module):
         return live
 
     def streams(self, state: Any) -> Tensor | None:
-        """Lens for analysis: the live streams (J,B,T,D), None before the first write of a block that starts empty."""
+        """Lens for analysis: the live streams (J,B,T,D), None before the first write of a block that starts empty.
+
+        For a state that `open` or `write` returned: in one that `read` returned, the gates of a write wait for it.
+        """
         live: Tensor | None = state.live
         return live
 
     def with_streams(self, state: Any, live: Tensor) -> Any:
-        """Lens for analysis: the same state with other live streams (J,B,T,D)."""
+        """Lens for analysis: the same state, which `open` or `write` returned, with other live streams (J,B,T,D)."""
         return state._replace(live=live)
 
 

@@ -13,7 +13,7 @@ from dualres.model import accounting, moe
 from dualres.model.block import NormedBranch
 from dualres.model.context import KVCache
 from dualres.model.decoder import build_decoder
-from dualres.ops import grouped_linear
+from dualres.ops import choice, grouped_linear
 from tests.small import (
     FEEDFORWARDS,
     MOE,
@@ -107,6 +107,26 @@ def test_state_bytes(name: str, history: int, live: int):
     """Five layers, two per block: three blocks and the embedding."""
     state = accounting.state_bytes_per_token(build_decoder(model_config(), RESIDUALS[name], device="meta"))
     assert state == (history * 32 * 2, live * 32 * 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "prefix", "reads", "writes", "readout"),
+    [
+        ("standard", 0, 0, 10 * 3, 2),
+        ("mhc-4", 0, 5 * (9 + 11), 5 * (6 + 4), 5),
+        ("attnres-block", 3 + 4 + 5, 2 * (3 + 4 + 5) + 3, 5 + 5 + 3, 5 + 2),
+        ("dar-block", 6 + 8 + 10, 2 * (3 + 4 + 5 + 6) + (3 + 4), 6 + 6 + 4, 10 + 3),
+    ],
+)
+@pytest.mark.parametrize("forced", [None, "reference"])
+def test_residual_traffic(
+    name: str, prefix: int, reads: int, writes: int, readout: int, forced: Any, monkeypatch: pytest.MonkeyPatch
+):
+    """By hand from the table in docs/performance.md: blocks of 4, 4 and 2 branches, of 2 for mHC; and whatever runs."""
+    monkeypatch.setattr(choice, "FORCED", forced)
+    moved = accounting.residual_traffic(build_decoder(model_config(), RESIDUALS[name], device="meta"))
+    assert moved.forward == 32 * (prefix + reads + writes + readout)
+    assert moved.backward > 2 * moved.forward
 
 
 @pytest.mark.parametrize("feedforward", FEEDFORWARDS)

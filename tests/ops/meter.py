@@ -17,6 +17,7 @@ from triton import language as tl
 from triton.runtime import interpreter
 
 from dualres.ops import triton as kernels
+from dualres.ops.inputs import HyperInputs, ReadInputs
 
 NOBODY = -1
 ROUTES = {1: ([0], [0]), 2: ([1, 0], [0, 1])}  # key and value of AttnRes (one output stream) and of DAR (two)
@@ -172,21 +173,33 @@ class Inputs(NamedTuple):
     def read(self, updates: int, outputs: int) -> tuple[Any, ...]:
         width = self.shape[-1]
         gates = [*self.gate(2, 2), *self.gate(2, 2), *(self.gate(1, 2) if updates else [])] if outputs == 2 else []
-        live = (self.numbers(updates, outputs), torch.randn(outputs, width)) if updates else (None, None)
-        written = [self.stream() for _ in range(updates)]
-        before = (self.stream(outputs), self.numbers(outputs), written, *live, gates, torch.randn(width))
-        return *before, *ROUTES[outputs], EPS, EPS
+        coefficients = self.numbers(updates, outputs) if updates else None
+        queries = torch.randn(outputs, width) if updates else None
+        given = ReadInputs(
+            self.stream(outputs),
+            self.numbers(outputs),
+            [self.stream() for _ in range(updates)],
+            coefficients,
+            queries,
+            gates,
+            torch.randn(width),
+            *ROUTES[outputs],
+            eps=EPS,
+            norm_eps=EPS,
+        )
+        return (given,)
 
     def hyper_read(self, updates: int, streams: int, steps: int = 20) -> tuple[Any, ...]:
         gates = [tensor for values in (streams, streams, streams**2) for tensor in self.gate(values, streams)]
         written = [self.stream() for _ in range(updates)]
-        return written, self.numbers(updates, streams), gates, torch.randn(self.shape[-1]), steps, EPS, EPS
+        weight = torch.randn(self.shape[-1])
+        return (HyperInputs(written, self.numbers(updates, streams), gates, weight, steps, EPS, EPS),)
 
     def write(self, updates: int, streams: int) -> tuple[Any, ...]:
         return [self.stream() for _ in range(updates)], self.numbers(updates, streams)
 
 
-def prepared(op: str, inputs: Inputs, **sizes: int) -> functools.partial[Any]:
+def prepared(op: str, inputs: Inputs, learned: int = True, **sizes: int) -> functools.partial[Any]:
     """A call of `prefix`, `read`, `hyper_read`, `write` or of their `_backward`."""
     arguments = getattr(inputs, op.removesuffix("_backward"))(**sizes)
     if op == "prefix_backward":
@@ -195,7 +208,7 @@ def prepared(op: str, inputs: Inputs, **sizes: int) -> functools.partial[Any]:
         given = [torch.randn_like(x) for x in found[: 2 * sets]]
         arguments = (given[:sets], given[sets:], history, queries, found[sets : 2 * sets], *found[-2:], key, value)
     elif op == "write_backward":
-        arguments = (inputs.stream(sizes["streams"]), *arguments, True)
+        arguments = (inputs.stream(sizes["streams"]), *arguments, bool(learned))
     elif op.endswith("_backward"):
         found = getattr(kernels, op.removesuffix("_backward"))(*arguments)
         arguments = (*(torch.randn_like(x) for x in found), *arguments)

@@ -21,6 +21,7 @@ from dualres.residual import route
 from tests.small import RESIDUALS, gradients, model_config, next_token_loss, random_tokens, relative_error, stirred
 
 TOKENS, WIDTH = (2, 5), 24
+SINGLE_QUERY = torch.zeros(1, 1, WIDTH), route.SINGLE, 1e-6
 
 
 def stream(*shape: int) -> Tensor:
@@ -174,8 +175,53 @@ def test_kinds_by_device_and_dtype(monkeypatch: Any):
     assert choice.kind(torch.empty(1, dtype=torch.bfloat16)) == "native"
     assert choice.kind(torch.empty(1, dtype=torch.float64)) == "reference"
     assert choice.kind(torch.empty(1, device="meta")) == "reference"
+    assert choice.BY_DEVICE["cuda"] == "triton"
     monkeypatch.setattr(choice, "FORCED", "reference")
     assert choice.kind(torch.empty(1)) == "reference"
+
+
+def test_triton_on_a_cpu_needs_its_interpreter(monkeypatch: Any):
+    monkeypatch.setattr(choice, "FORCED", "triton")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(RuntimeError, match="set TRITON_INTERPRET=1"):
+        choice.kind(torch.empty(1))
+
+
+def test_derivatives_that_kernels_do_not_have_come_from_the_equations():
+    """Forward-mode and `torch.func` would see constants otherwise."""
+    history = [torch.randn(2, *TOKENS, WIDTH) for _ in range(3)]
+    queries, direction = torch.randn(2, 2, WIDTH), torch.randn(2, 2, WIDTH)
+
+    def retrieved(queries: torch.Tensor) -> torch.Tensor:
+        return torch.stack(ops.prefix(history, queries, route.DUAL, 1e-6)[0])
+
+    def slope(function: Any) -> torch.Tensor:
+        return (function(queries + 1e-3 * direction) - function(queries - 1e-3 * direction)) / 2e-3
+
+    found = torch.func.jvp(retrieved, (queries,), (direction,))[1]
+    torch.testing.assert_close(found, slope(retrieved), rtol=1e-2, atol=1e-3)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(queries, direction)
+        assert torch.equal(torch.autograd.forward_ad.unpack_dual(retrieved(dual)).tangent, found)
+    many = torch.func.vmap(retrieved)(torch.stack([queries, direction]))
+    torch.testing.assert_close(many[1], retrieved(direction))
+
+
+def test_inputs_that_do_not_fit_are_refused_by_name():
+    """A kernel finds rows by address: what is too short it would read beyond its end."""
+    rows, weights = [torch.randn(*TOKENS, WIDTH) for _ in range(3)], torch.randn(3, 2, *TOKENS)
+    with pytest.raises(ValueError, match=r"history: all must have one shape.*torch.bfloat16.*torch.float32"):
+        ops.prefix([torch.randn(1, *TOKENS, WIDTH), torch.randn(1, *TOKENS, WIDTH).bfloat16()], *SINGLE_QUERY)
+    with pytest.raises(ValueError, match=r"history: all must have one shape.*\(1, 1, 1, 5\)"):
+        ops.prefix([torch.randn(1, *TOKENS, WIDTH), torch.randn(1, 1, 1, 5)], *SINGLE_QUERY)
+    with pytest.raises(ValueError, match="do not fit 2 updates"):
+        ops.write(rows[:2], weights)
+    with pytest.raises(ValueError, match="updates: all must have one shape"):
+        ops.write([*rows[:2], rows[2][:, :1]], weights)
+    with pytest.raises(ValueError, match="retrieved state and updates: all must have one shape"):
+        ops.read(
+            rows[0][None, :, :1], weights[:1, 0, :, :1], rows, weights, torch.randn(1, WIDTH), route.SINGLE, 1e-6, None
+        )
 
 
 def test_without_its_compiler_a_kind_falls_back_with_a_note(monkeypatch: Any):

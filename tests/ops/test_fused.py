@@ -1,5 +1,6 @@
 """The kernels, CPU and Triton in its interpreter: every operator and every gradient against the float64 reference."""
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -93,6 +94,17 @@ def flat_prefix(found: tuple[tuple[Tensor, ...], tuple[Tensor, ...]]) -> list[Te
 @pytest.mark.parametrize("name", ROUTES)
 def test_prefix(kind: str, name: str, dtype: str):
     check_prefix(name, states=5, sets=2, shape=ODD, dtype=DTYPES[dtype])
+
+
+def test_prefix_of_queries_that_do_not_fit_together(monkeypatch: Any):
+    """Very wide rows leave registers for some queries only; then the history is read once for each group of them."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(choice, "FORCED", "triton")
+    choice.module("triton")
+    own = sys.modules["dualres.ops.triton.prefix"]
+    monkeypatch.setattr(own, "REGISTERS", 2 * 128 * 2)  # two sets of two queries, at this width
+    assert own.group_size(4, 2, WIDTH) == 2
+    check_prefix("dual", 3, 4, (1, 3, WIDTH), torch.float32)
 
 
 @pytest.mark.parametrize("sets", [1, 3])
@@ -205,14 +217,18 @@ def test_hyper_read(kind: str, streams: int, count: int, steps: int, normed: boo
 
 
 def test_sinkhorn_survives_extreme_logits(kind: str):
-    """As the reference does: by logarithms where plain numbers vanish."""
+    """As the reference does: by logarithms where plain numbers vanish, as those of a whole row do here."""
     width = 8
     updates = [torch.randn(1, 2, width) for _ in range(2)]
-    biases = [torch.zeros(2), torch.zeros(2), torch.tensor([0.0, -900.0, -900.0, 300.0])]
-    gates = [GateParameters(torch.zeros(len(b), 2, width), torch.zeros(1), b) for b in biases]
     coefficients = torch.eye(2)[:, :, None, None].expand(2, 2, 1, 2).contiguous()
-    _, left = ops.hyper_read(updates, coefficients, gates, 20, EPS, None)
-    torch.testing.assert_close(left[:2], coefficients)
+    for logits, wanted in [
+        ((0.0, -900.0, -900.0, 300.0), torch.eye(2)),
+        ((0.0, 0.0, -900.0, -900.0), torch.full((2, 2), 0.5)),
+    ]:
+        biases = [torch.zeros(2), torch.zeros(2), torch.tensor(logits)]
+        gates = [GateParameters(torch.zeros(len(b), 2, width), torch.zeros(1), b) for b in biases]
+        _, left = ops.hyper_read(updates, coefficients, gates, 20, EPS, None)
+        assert (left[:2, :, 0].movedim(-1, 0) - wanted).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -2,6 +2,9 @@
 
 import math
 import multiprocessing
+import os
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -84,16 +87,52 @@ def test_a_forked_process_can_go_on():
 
 def test_kernels_of_other_sources_are_forgotten(tmp_path: Path, monkeypatch: Any):
     """numba itself would go on with what a kernel's helpers were when it was compiled."""
-    monkeypatch.setattr(cache, "FOLDER", tmp_path)
+    monkeypatch.setattr(cache, "SOURCES", tmp_path)
+    kept = tmp_path / "kernels"
     (tmp_path / "rows.py").write_text("one")
-    cache.forget_stale()
-    kernel = tmp_path / "__pycache__" / "rows.add.nbi"
+    cache.forget_stale(kept)
+    kernel = kept / "rows.add.nbi"
     kernel.write_text("compiled")
-    cache.forget_stale()
+    cache.forget_stale(kept)
     assert kernel.exists()
     (tmp_path / "rows.py").write_text("two")
-    cache.forget_stale()
+    cache.forget_stale(kept)
     assert not kernel.exists()
+
+
+def test_kernels_are_kept_where_numba_is_told_to(tmp_path: Path):
+    program = "from dualres.ops.native import cache; print(cache.folder())"
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=True)
+    kept = Path(run.stdout.strip())
+    assert kept.is_relative_to(tmp_path)
+    assert (kept / cache.STAMP).exists()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_rounding_is_that_of_pytorch(dtype: torch.dtype):
+    """Exactly: halves go to the even neighbour, what is too large to infinity, and NaN stays NaN."""
+    halves = torch.arange(-512, 512).to(dtype).float() * (1 + 2.0**-9)
+    odd = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan, 1e-40, 1e38, 3.4e38, 65519.0, 65520.0, 2.0**-25])
+    bits = torch.randint(0, 2**31 - 1, (4085,), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
+    numbers = torch.cat([halves, odd, bits.view(torch.float32), torch.zeros(1)])
+    update, coefficients = torch.ones(1, numbers.numel(), 1, dtype=dtype), numbers.view(1, 1, 1, -1)
+    found, wanted = ops.write([update], coefficients).flatten(), numbers.to(dtype)
+    assert torch.equal(found.isnan(), wanted.isnan())
+    assert torch.equal(found[~found.isnan()], wanted[~wanted.isnan()])
+
+
+def test_a_state_of_zeros_is_read_and_has_a_gradient():
+    """Its norm is eps alone."""
+    history = [torch.zeros(2, 1, 3, 24), torch.randn(2, 1, 3, 24)]
+    queries = torch.randn(1, 2, 24)
+    results = []
+    for exact in (False, True):
+        leaves = [(x.double() if exact else x.clone()).requires_grad_() for x in (queries, *history)]
+        (found,), _ = ops.prefix(leaves[1:], leaves[0], route.DUAL, 1e-2)
+        results.append([found, *torch.autograd.grad(found.square().sum(), leaves)])
+    for ours, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(ours, wanted.float(), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

@@ -14,6 +14,7 @@ import triton.language as tl
 from dualres.ops import Norm, choice
 from dualres.ops import traffic as account
 from dualres.ops import triton as kernels
+from dualres.ops.inputs import HyperInputs, ReadInputs
 from dualres.residual.dual import Dual
 from dualres.residual.pathway import Place
 from tests.ops.meter import Inputs, Meter, Traffic, prepared, round_to_nearest, traffic
@@ -37,6 +38,7 @@ PER_OP: dict[str, tuple[str, dict[str, int], Traffic]] = {
     "mhc read backward": ("hyper_read_backward", {"updates": 5, "streams": 4}, Traffic(33, 5)),
     "write": ("write", {"updates": 4, "streams": 2}, Traffic(4, 2)),
     "write backward": ("write_backward", {"updates": 4, "streams": 2}, Traffic(6, 4)),
+    "write backward, constant": ("write_backward", {"updates": 4, "streams": 2, "learned": False}, Traffic(2, 4)),
 }
 
 
@@ -72,7 +74,9 @@ def test_one_pass_serves_all_queries_of_wide_rows(pairs: int, width: int):
 @pytest.mark.parametrize(("op", "sizes", "expected"), PER_OP.values(), ids=PER_OP)
 def test_the_account_is_what_the_meter_counts(op: str, sizes: dict[str, int], expected: Traffic):
     """`dualres describe` goes by these formulas."""
-    moved = account.BY_OPERATOR[f"dualres::{op}"](*prepared(op, Inputs(ODD), **sizes).args)
+    packed = prepared(op, Inputs(ODD), **sizes).args
+    arguments = [x for a in packed for x in (a if isinstance(a, (ReadInputs, HyperInputs)) else [a])]
+    moved = account.BY_OPERATOR[f"dualres::{op}"](*arguments)
     assert tuple(moved) == tuple(expected)
 
 

@@ -9,50 +9,34 @@ import torch
 from numba import njit
 from torch import Tensor
 
+from dualres.ops.inputs import HyperInputs
 from dualres.ops.native.read import ABSENT, live_streams, sigmoid
-from dualres.ops.native.rows import add, add_rows, dot, two_dots
+from dualres.ops.native.rows import add, add_rows, dot, inverse_rms, normalise, normalise_backward, two_dots
 from dualres.ops.native.streams import LIKE, OPTIONS, array, begins, load, row_of, store
 from dualres.ops.native.threads import parts, share
 
 
-def hyper_read(
-    updates: list[Tensor],
-    coefficients: Tensor,
-    gates: list[Tensor],
-    norm: Tensor | None,
-    steps: int,
-    eps: float,
-    norm_eps: float,
-) -> tuple[Tensor, Tensor]:
+def hyper_read(given: HyperInputs) -> tuple[Tensor, Tensor]:
     """See `dualres.ops.fused.hyper_read`."""
+    updates, coefficients = given.updates, given.coefficients
     h, left = torch.empty_like(updates[0]), coefficients.new_empty(len(updates) + 1, *coefficients.shape[1:])
-    tokens = coefficients[0, 0].numel()
-    inputs = _inputs(updates, coefficients, gates, norm, steps, eps, norm_eps)
-    after = array(left.flatten(2))
-    share(lambda part, first, last: _forward(first, last, *inputs, h.data_ptr(), after), tokens)
+    inputs, after = _arrays(given), array(left.flatten(2))
+    share(lambda part, first, last: _forward(first, last, inputs, h.data_ptr(), after), coefficients[0, 0].numel())
     return h, left
 
 
-def _inputs(
-    updates: list[Tensor],
-    coefficients: Tensor,
-    gates: list[Tensor],
-    norm: Tensor | None,
-    steps: int,
-    eps: float,
-    norm_eps: float,
-) -> tuple[Any, ...]:
+def _arrays(given: HyperInputs) -> tuple[Any, ...]:
     """The inputs as compiled code takes them; the weights of a gate value are one row over all streams."""
     return (
-        begins(updates),
-        array(coefficients.flatten(2)),
-        *(array(gate.flatten(1)) if gate.ndim == 3 else array(gate) for gate in gates),
-        ABSENT[1] if norm is None else array(norm),
-        updates[0].shape[-1],
-        steps,
-        eps,
-        norm_eps,
-        LIKE[updates[0].dtype],
+        begins(given.updates),
+        array(given.coefficients.flatten(2)),
+        tuple(array(gate.flatten(1)) if gate.ndim == 3 else array(gate) for gate in given.gates),
+        ABSENT[1] if given.norm is None else array(given.norm),
+        given.updates[0].shape[-1],
+        given.steps,
+        given.eps,
+        given.norm_eps,
+        LIKE[given.updates[0].dtype],
     )
 
 
@@ -111,24 +95,9 @@ def _sinkhorn_in_logarithms(logits: Any, steps: int, trace: Any) -> None:
 
 
 @njit(**OPTIONS)
-def _gates(
-    streams: Any,
-    scale: Any,
-    pre: Any,
-    pre_scale: Any,
-    pre_bias: Any,
-    post: Any,
-    post_scale: Any,
-    post_bias: Any,
-    mixing: Any,
-    mixing_scale: Any,
-    mixing_bias: Any,
-    projected: Any,
-    opened: Any,
-    written: Any,
-    logits: Any,
-) -> None:
+def _gates(streams: Any, scale: Any, gates: Any, projected: Any, opened: Any, written: Any, logits: Any) -> None:
     """H_pre, H_post and the logits of H_res from the streams (J·D,) of a token; keeps the projections (G,)."""
+    pre, pre_scale, pre_bias, post, post_scale, post_bias, mixing, mixing_scale, mixing_bias = gates
     size = len(opened)
     _project(projected[:size], pre, streams)
     _project(projected[size : 2 * size], post, streams)
@@ -142,30 +111,9 @@ def _gates(
 
 
 @njit(**OPTIONS)
-def _forward(
-    first: int,
-    last: int,
-    updates: Any,
-    coefficients: Any,
-    pre: Any,
-    pre_scale: Any,
-    pre_bias: Any,
-    post: Any,
-    post_scale: Any,
-    post_bias: Any,
-    mixing: Any,
-    mixing_scale: Any,
-    mixing_bias: Any,
-    norm: Any,
-    width: int,
-    steps: int,
-    eps: float,
-    norm_eps: float,
-    like: Any,
-    output: int,
-    left: Any,
-) -> None:
-    size, count = len(pre), len(updates)
+def _forward(first: int, last: int, inputs: Any, output: int, left: Any) -> None:
+    updates, coefficients, gates, norm, width, steps, eps, norm_eps, like = inputs
+    size, count = len(gates[0]), len(updates)
     live, row = np.empty((size, width), np.float32), np.empty(width, np.float32)
     streams = live.reshape(size * width)
     projected, logits = np.empty(size * (size + 2), np.float32), np.empty((size, size), np.float32)
@@ -173,24 +121,8 @@ def _forward(
     trace = np.empty((2 * steps, size, size), np.float64)
     for t in range(first, last):
         live_streams(live, updates, coefficients, t, row, like)
-        scale = np.float32(1 / math.sqrt(dot(streams, streams) / len(streams) + eps))
-        _gates(
-            streams,
-            scale,
-            pre,
-            pre_scale,
-            pre_bias,
-            post,
-            post_scale,
-            post_bias,
-            mixing,
-            mixing_scale,
-            mixing_bias,
-            projected,
-            opened,
-            written,
-            logits,
-        )
+        scale = inverse_rms(live, eps)
+        _gates(streams, scale, gates, projected, opened, written, logits)
         _sinkhorn(logits, steps, trace)
         for i in range(size):
             for k in range(count):
@@ -202,43 +134,22 @@ def _forward(
         row[:] = 0
         add_rows(row, opened, live)
         if len(norm) > 0:
-            factor = np.float32(1 / math.sqrt(dot(row, row) / width + norm_eps))
-            for d in range(width):
-                row[d] *= factor * norm[d]
+            normalise(row, norm, norm_eps)
         store(row_of(output, t, width, like), row)
 
 
-def hyper_read_backward(
-    d_h: Tensor,
-    d_left: Tensor,
-    updates: list[Tensor],
-    coefficients: Tensor,
-    gates: list[Tensor],
-    norm: Tensor | None,
-    steps: int,
-    eps: float,
-    norm_eps: float,
-) -> list[Tensor]:
+def hyper_read_backward(d_h: Tensor, d_left: Tensor, given: HyperInputs) -> list[Tensor]:
     """See `dualres.ops.fused.hyper_read_backward`."""
-    tokens = coefficients[0, 0].numel()
-    inputs = _inputs(updates, coefficients, gates, norm, steps, eps, norm_eps)
-    d_updates, d_coefficients = [torch.empty_like(update) for update in updates], torch.empty_like(coefficients)
-    parameters = [*gates, *([] if norm is None else [norm])]
+    tokens, inputs = given.coefficients[0, 0].numel(), _arrays(given)
+    d_updates = [torch.empty_like(update) for update in given.updates]
+    d_coefficients = torch.empty_like(given.coefficients)
+    parameters = [*given.gates, *([] if given.norm is None else [given.norm])]
     partial = [parameter.new_zeros(parts(tokens), *parameter.shape) for parameter in parameters]
-    arrays = [array(d.flatten(2)) if d.ndim == 4 else array(d) for d in partial]
+    rows = d_h.data_ptr(), array(d_left.flatten(2)), begins(d_updates), array(d_coefficients.flatten(2))
 
     def work(part: int, first: int, last: int) -> None:
-        _backward(
-            first,
-            last,
-            *inputs,
-            d_h.data_ptr(),
-            array(d_left.flatten(2)),
-            begins(d_updates),
-            array(d_coefficients.flatten(2)),
-            *(array[part] for array in arrays),
-            *([ABSENT[1]] if norm is None else []),
-        )
+        own = [array(d[part].flatten(1)) if d.ndim == 4 else array(d[part]) for d in partial]
+        _backward(first, last, inputs, rows, tuple(own[:9]), ABSENT[1] if given.norm is None else own[9])
 
     share(work, tokens)
     return [*d_updates, d_coefficients, *(d_parameter.sum(0) for d_parameter in partial)]
@@ -265,41 +176,11 @@ def _sinkhorn_backward(trace: Any, d_matrix: Any) -> None:
 
 
 @njit(**OPTIONS)
-def _backward(
-    first: int,
-    last: int,
-    updates: Any,
-    coefficients: Any,
-    pre: Any,
-    pre_scale: Any,
-    pre_bias: Any,
-    post: Any,
-    post_scale: Any,
-    post_bias: Any,
-    mixing: Any,
-    mixing_scale: Any,
-    mixing_bias: Any,
-    norm: Any,
-    width: int,
-    steps: int,
-    eps: float,
-    norm_eps: float,
-    like: Any,
-    d_output: int,
-    d_left: Any,
-    d_updates: Any,
-    d_coefficients: Any,
-    d_pre: Any,
-    d_pre_scale: Any,
-    d_pre_bias: Any,
-    d_post: Any,
-    d_post_scale: Any,
-    d_post_bias: Any,
-    d_mixing: Any,
-    d_mixing_scale: Any,
-    d_mixing_bias: Any,
-    d_norm: Any,
-) -> None:
+def _backward(first: int, last: int, inputs: Any, rows: Any, d_gates: Any, d_norm: Any) -> None:
+    updates, coefficients, gates, norm, width, steps, eps, norm_eps, like = inputs
+    pre, pre_scale, _, post, post_scale, _, mixing, mixing_scale, _ = gates
+    d_output, d_left, d_updates, d_coefficients = rows
+    d_pre, d_pre_scale, d_pre_bias, d_post, d_post_scale, d_post_bias, d_mixing, d_mixing_scale, d_mixing_bias = d_gates
     size, count = len(pre), len(updates)
     live, d_live = np.empty((size, width), np.float32), np.empty((size, width), np.float32)
     streams, d_streams = live.reshape(size * width), d_live.reshape(size * width)
@@ -310,37 +191,14 @@ def _backward(
     trace, d_matrix = np.empty((2 * steps, size, size), np.float64), np.empty((size, size), np.float64)
     for t in range(first, last):
         live_streams(live, updates, coefficients, t, row, like)
-        scale = np.float32(1 / math.sqrt(dot(streams, streams) / len(streams) + eps))
-        _gates(
-            streams,
-            scale,
-            pre,
-            pre_scale,
-            pre_bias,
-            post,
-            post_scale,
-            post_bias,
-            mixing,
-            mixing_scale,
-            mixing_bias,
-            projected,
-            opened,
-            written,
-            logits,
-        )
+        scale = inverse_rms(live, eps)
+        _gates(streams, scale, gates, projected, opened, written, logits)
         _sinkhorn(logits, steps, trace)
         load(given, row_of(d_output, t, width, like))
         if len(norm) > 0:
             row[:] = 0
             add_rows(row, opened, live)
-            factor = np.float32(1 / math.sqrt(dot(row, row) / width + norm_eps))
-            for d in range(width):
-                d_norm[d] += given[d] * row[d] * factor
-            for d in range(width):
-                given[d] *= norm[d]
-            shrink = factor * factor * factor * dot(given, row) / width
-            for d in range(width):
-                given[d] = factor * given[d] - shrink * row[d]
+            normalise_backward(given, row, norm, norm_eps, d_norm)
         for i in range(size):
             for j in range(size):
                 d_matrix[i, j] = 0

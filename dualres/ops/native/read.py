@@ -9,67 +9,46 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from dualres.ops.native.rows import add, dot, scaled
+from dualres.ops.inputs import ReadInputs
+from dualres.ops.native.rows import add, dot, inverse_rms, normalise, normalise_backward, scaled
 from dualres.ops.native.streams import LIKE, OPTIONS, array, begins, load, row_of, store, streams_of
 from dualres.ops.native.threads import parts, share
 
 ABSENT = {size: np.empty((0,) * size, np.float32) for size in (1, 2, 3)}
 
 
-def read(
-    retrieved: Tensor,
-    partition: Tensor,
-    updates: list[Tensor],
-    coefficients: Tensor | None,
-    queries: Tensor | None,
-    gates: list[Tensor],
-    norm: Tensor | None,
-    key: list[int],
-    value: list[int],
-    eps: float,
-    norm_eps: float,
-) -> tuple[Tensor, Tensor]:
+def read(given: ReadInputs) -> tuple[Tensor, Tensor]:
     """See `dualres.ops.fused.read`."""
-    h = torch.empty_like(retrieved[0])
-    left = partition.new_empty(len(updates) + 1, *partition.shape) if gates else partition.new_empty(0)
-    tokens = partition[0].numel()
-    inputs = _inputs(retrieved, partition, updates, coefficients, queries, gates, norm, key, value, eps, norm_eps)
-    after = array(left.flatten(2)) if gates else ABSENT[3]
-    share(lambda part, first, last: _forward(first, last, *inputs, h.data_ptr(), after), tokens)
+    partition = given.partition
+    h = torch.empty_like(given.retrieved[0])
+    left = partition.new_empty(len(given.updates) + 1, *partition.shape) if given.gates else partition.new_empty(0)
+    inputs, after = _arrays(given), array(left.flatten(2)) if given.gates else ABSENT[3]
+    share(lambda part, first, last: _forward(first, last, inputs, h.data_ptr(), after), partition[0].numel())
     return h, left
 
 
-def _inputs(
-    retrieved: Tensor,
-    partition: Tensor,
-    updates: list[Tensor],
-    coefficients: Tensor | None,
-    queries: Tensor | None,
-    gates: list[Tensor],
-    norm: Tensor | None,
-    key: list[int],
-    value: list[int],
-    eps: float,
-    norm_eps: float,
-) -> tuple[Any, ...]:
+def _arrays(given: ReadInputs) -> tuple[Any, ...]:
     """The inputs as compiled code takes them; what is absent is an array of no elements."""
-    weights = [array(gate) for gate in gates]
-    weights += [ABSENT[size] for size in (3, 1, 1)] * (3 - len(gates) // 3)
     return (
-        streams_of([retrieved])[0],
-        array(partition.flatten(1)),
-        begins(updates),
-        ABSENT[3] if coefficients is None else array(coefficients.flatten(2)),
-        ABSENT[2] if queries is None else array(queries),
-        np.array(key),
-        np.array(value),
-        *weights,
-        ABSENT[1] if norm is None else array(norm),
-        retrieved.shape[-1],
-        eps,
-        norm_eps,
-        LIKE[retrieved.dtype],
+        streams_of([given.retrieved])[0],
+        array(given.partition.flatten(1)),
+        begins(given.updates),
+        ABSENT[3] if given.coefficients is None else array(given.coefficients.flatten(2)),
+        ABSENT[2] if given.queries is None else array(given.queries),
+        np.array(given.key),
+        np.array(given.value),
+        _three([array(gate) for gate in given.gates]),
+        ABSENT[1] if given.norm is None else array(given.norm),
+        given.retrieved.shape[-1],
+        given.eps,
+        given.norm_eps,
+        LIKE[given.retrieved.dtype],
     )
+
+
+def _three(gates: list[Any]) -> tuple[Any, ...]:
+    """Weight, scale and bias of three gates, of which some may be absent."""
+    return (*gates, *[ABSENT[size] for size in (3, 1, 1)] * (3 - len(gates) // 3))
 
 
 @njit(**OPTIONS)
@@ -80,15 +59,6 @@ def live_streams(live: Any, updates: Any, coefficients: Any, t: int, row: Any, l
         load(row, row_of(updates[k], t, len(row), like))
         for j in range(len(live)):
             add(live[j], coefficients[k, j, t], row)
-
-
-@njit(**OPTIONS)
-def inverse_rms(rows: Any, eps: float) -> Any:
-    """Of all rows together. (·,D) -> 1"""
-    total = np.float32(0)
-    for n in range(len(rows)):
-        total += dot(rows[n], rows[n])
-    return np.float32(1 / math.sqrt(total / rows.size + eps))
 
 
 @njit(**OPTIONS)
@@ -136,33 +106,9 @@ def _merge(
 
 
 @njit(**OPTIONS)
-def _forward(
-    first: int,
-    last: int,
-    retrieved: Any,
-    partition: Any,
-    updates: Any,
-    coefficients: Any,
-    queries: Any,
-    key: Any,
-    value: Any,
-    alpha: Any,
-    alpha_scale: Any,
-    alpha_bias: Any,
-    beta: Any,
-    beta_scale: Any,
-    beta_bias: Any,
-    rho: Any,
-    rho_scale: Any,
-    rho_bias: Any,
-    norm: Any,
-    width: int,
-    eps: float,
-    norm_eps: float,
-    like: Any,
-    output: int,
-    left: Any,
-) -> None:
+def _forward(first: int, last: int, inputs: Any, output: int, left: Any) -> None:
+    retrieved, partition, updates, coefficients, queries, key, value, gates, norm, width, eps, norm_eps, like = inputs
+    alpha, alpha_scale, alpha_bias, beta, beta_scale, beta_bias, rho, rho_scale, rho_bias = gates
     outputs, streams = len(retrieved), coefficients.shape[1]
     live, h = np.empty((streams, width), np.float32), np.empty((outputs, width), np.float32)
     row, mixed = np.empty(width, np.float32), np.empty((1, width), np.float32)
@@ -186,62 +132,36 @@ def _forward(
                 for j in range(2):
                     left[k, j, t] = keep * coefficients[k, j, t] + (1 - keep) * coefficients[k, 1 - j, t]
         if len(norm) > 0:
-            store(row, result)
-            factor = np.float32(1 / math.sqrt(dot(row, row) / width + norm_eps))
-            for d in range(width):
-                row[d] *= factor * norm[d]
-            store(row_of(output, t, width, like), row)
-        else:
-            store(row_of(output, t, width, like), result)
+            normalise(result, norm, norm_eps)
+        store(row_of(output, t, width, like), result)
 
 
-def read_backward(
-    d_h: Tensor,
-    d_left: Tensor,
-    retrieved: Tensor,
-    partition: Tensor,
-    updates: list[Tensor],
-    coefficients: Tensor | None,
-    queries: Tensor | None,
-    gates: list[Tensor],
-    norm: Tensor | None,
-    key: list[int],
-    value: list[int],
-    eps: float,
-    norm_eps: float,
-) -> list[Tensor]:
+def read_backward(d_h: Tensor, d_left: Tensor, given: ReadInputs) -> list[Tensor]:
     """See `dualres.ops.fused.read_backward`."""
-    tokens = partition[0].numel()
-    inputs = _inputs(retrieved, partition, updates, coefficients, queries, gates, norm, key, value, eps, norm_eps)
-    d_retrieved, d_updates = torch.empty_like(retrieved), [torch.empty_like(update) for update in updates]
-    d_partition = torch.empty_like(partition)
-    d_coefficients = torch.empty_like(coefficients) if gates and coefficients is not None else None
-    parameters = [*([] if queries is None else [queries]), *gates, *([] if norm is None else [norm])]
-    partial = [parameter.new_zeros(parts(tokens), *parameter.shape) for parameter in parameters]
-    arrays = iter([array(d_parameter) for d_parameter in partial])
-    d_queries = ABSENT[3] if queries is None else next(arrays)
-    d_gates = [next(arrays) for _ in gates]
-    d_norm = ABSENT[2] if norm is None else next(arrays)
+    tokens, inputs = given.partition[0].numel(), _arrays(given)
+    d_retrieved, d_updates = torch.empty_like(given.retrieved), [torch.empty_like(update) for update in given.updates]
+    d_partition = torch.empty_like(given.partition)
+    learned = given.coefficients if given.gates else None
+    d_coefficients = None if learned is None else torch.empty_like(learned)
+    present = [parameter for parameter in (given.queries, *given.gates, given.norm) if parameter is not None]
+    partial = [parameter.new_zeros(parts(tokens), *parameter.shape) for parameter in present]
+    rows = (
+        d_h.data_ptr(),
+        array(d_left.flatten(2)) if given.gates else ABSENT[3],
+        streams_of([d_retrieved])[0],
+        array(d_partition.flatten(1)),
+        begins(d_updates),
+        ABSENT[3] if d_coefficients is None else array(d_coefficients.flatten(2)),
+    )
 
     def work(part: int, first: int, last: int) -> None:
-        own = [gate[part] for gate in d_gates] + [ABSENT[size] for size in (3, 1, 1)] * (3 - len(gates) // 3)
-        _backward(
-            first,
-            last,
-            *inputs,
-            d_h.data_ptr(),
-            array(d_left.flatten(2)) if gates else ABSENT[3],
-            streams_of([d_retrieved])[0],
-            array(d_partition.flatten(1)),
-            begins(d_updates),
-            ABSENT[3] if d_coefficients is None else array(d_coefficients.flatten(2)),
-            ABSENT[2] if queries is None else d_queries[part],
-            *own,
-            ABSENT[1] if norm is None else d_norm[part],
-        )
+        own = iter([array(d_parameter[part]) for d_parameter in partial])
+        d_queries = ABSENT[2] if given.queries is None else next(own)
+        d_gates = _three([next(own) for _ in given.gates])
+        _backward(first, last, inputs, rows, d_queries, d_gates, ABSENT[1] if given.norm is None else next(own))
 
     share(work, tokens)
-    live = [d_partition, *d_updates] if updates else []
+    live = [d_partition, *d_updates] if given.updates else []
     if d_coefficients is not None:
         live.append(d_coefficients)
     return [d_retrieved, *live, *(d_parameter.sum(0) for d_parameter in partial)]
@@ -271,48 +191,11 @@ def norm_backward(d_norm: Any, norm: Any, streams: Any, d_streams: Any) -> None:
 
 
 @njit(**OPTIONS)
-def _backward(
-    first: int,
-    last: int,
-    retrieved: Any,
-    partition: Any,
-    updates: Any,
-    coefficients: Any,
-    queries: Any,
-    key: Any,
-    value: Any,
-    alpha: Any,
-    alpha_scale: Any,
-    alpha_bias: Any,
-    beta: Any,
-    beta_scale: Any,
-    beta_bias: Any,
-    rho: Any,
-    rho_scale: Any,
-    rho_bias: Any,
-    norm: Any,
-    width: int,
-    eps: float,
-    norm_eps: float,
-    like: Any,
-    d_output: int,
-    d_left: Any,
-    d_retrieved: Any,
-    d_partition: Any,
-    d_updates: Any,
-    d_coefficients: Any,
-    d_queries: Any,
-    d_alpha: Any,
-    d_alpha_scale: Any,
-    d_alpha_bias: Any,
-    d_beta: Any,
-    d_beta_scale: Any,
-    d_beta_bias: Any,
-    d_rho: Any,
-    d_rho_scale: Any,
-    d_rho_bias: Any,
-    d_norm: Any,
-) -> None:
+def _backward(first: int, last: int, inputs: Any, rows: Any, d_queries: Any, d_gates: Any, d_norm: Any) -> None:
+    retrieved, partition, updates, coefficients, queries, key, value, gates, norm, width, eps, norm_eps, like = inputs
+    alpha, alpha_scale, alpha_bias, beta, beta_scale, beta_bias, rho, rho_scale, rho_bias = gates
+    d_output, d_left, d_retrieved, d_partition, d_updates, d_coefficients = rows
+    d_alpha, d_alpha_scale, d_alpha_bias, d_beta, d_beta_scale, d_beta_bias, d_rho, d_rho_scale, d_rho_bias = d_gates
     outputs, streams, count = len(retrieved), coefficients.shape[1], len(updates)
     live, d_live = np.empty((streams, width), np.float32), np.empty((streams, width), np.float32)
     h, d_h = np.empty((outputs, width), np.float32), np.empty((outputs, width), np.float32)
@@ -338,14 +221,7 @@ def _backward(
         else:
             store(mixed, h[0])
         if len(norm) > 0:
-            factor = np.float32(1 / math.sqrt(dot(mixed, mixed) / width + norm_eps))
-            for d in range(width):
-                d_norm[d] += given[d] * mixed[d] * factor
-            for d in range(width):
-                given[d] *= norm[d]
-            shrink = factor * factor * factor * dot(given, mixed) / width
-            for d in range(width):
-                given[d] = factor * given[d] - shrink * mixed[d]
+            normalise_backward(given, mixed, norm, norm_eps, d_norm)
         if gated:
             d_scale = np.float32(0)
             for o in range(outputs):

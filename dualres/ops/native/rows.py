@@ -1,6 +1,7 @@
 """Arithmetic on float32 rows in compiled loops, with as few passes over them as it takes."""
 # D width
 
+import math
 from typing import Any
 
 import numpy as np
@@ -117,3 +118,33 @@ def scaled(total: Any, weight: Any, row: Any) -> None:
     """total = weight · row"""
     for d in range(len(total)):
         total[d] = weight * row[d]
+
+
+@njit(**OPTIONS)
+def inverse_rms(rows: Any, eps: float) -> Any:
+    """1 / √(mean x² + eps) of all rows together. (·,D) -> 1"""
+    total = np.float32(0)
+    for n in range(len(rows)):
+        total += dot(rows[n], rows[n])
+    return np.float32(1 / math.sqrt(total / rows.size + eps))
+
+
+@njit(**OPTIONS)
+def normalise(row: Any, weight: Any, eps: float) -> None:
+    """The norm of the branch, in place. (D,), (D,)"""
+    factor = np.float32(1 / math.sqrt(dot(row, row) / len(row) + eps))
+    for d in range(len(row)):
+        row[d] *= factor * weight[d]
+
+
+@njit(**OPTIONS)
+def normalise_backward(given: Any, row: Any, weight: Any, eps: float, d_weight: Any) -> None:
+    """Turns the gradient of what `normalise` made of the row into the row's; adds to the weight's. 3 × (D,), 1, (D,)"""
+    factor = np.float32(1 / math.sqrt(dot(row, row) / len(row) + eps))
+    for d in range(len(row)):
+        d_weight[d] += given[d] * row[d] * factor
+    for d in range(len(row)):
+        given[d] *= weight[d]
+    shrink = factor * factor * factor * dot(given, row) / len(row)
+    for d in range(len(row)):
+        given[d] = factor * given[d] - shrink * row[d]

@@ -18,11 +18,13 @@ from torch import Tensor
 
 from dualres.ops.native import cache
 
-cache.forget_stale()
+kept = cache.folder()
+if kept is not None:
+    cache.forget_stale(kept)
 # Sums may be reordered, which is what makes them vector instructions; NaN and infinity keep their meaning.
 OPTIONS: dict[str, Any] = {
     "nogil": True,
-    "cache": cache.possible(),
+    "cache": kept is not None,
     "fastmath": {"reassoc", "nsz", "contract", "arcp"},
     "error_model": "numpy",
 }

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dualres.ops.inputs import HyperInputs
 from dualres.ops.triton.common import INTERPRETED, combine, inverse_rms, launch, parameter, pointers, precision, rows
 
 LANES = 128  # tokens of a program that works on token-wise numbers
@@ -46,16 +47,9 @@ class Mixing(NamedTuple):
     potentials: Tensor  # log of what each Sinkhorn step divided the columns and the rows by (steps,2,J,N)
 
 
-def hyper_read(
-    updates: list[Tensor],
-    coefficients: Tensor,
-    gates: list[Tensor],
-    norm: Tensor | None,
-    steps: int,
-    eps: float,
-    norm_eps: float,
-) -> tuple[Tensor, Tensor]:
+def hyper_read(given: HyperInputs) -> tuple[Tensor, Tensor]:
     """`fused.hyper_read`."""
+    updates, coefficients, gates, norm, steps, eps, norm_eps = given
     width = updates[0].shape[-1]
     tokens = updates[0].numel() // width
     mixing = mix(updates, coefficients, join(gates), steps, eps, keep=False)

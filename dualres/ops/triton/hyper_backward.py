@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dualres.ops.inputs import HyperInputs
 from dualres.ops.triton.common import (
     added,
     chunks,
@@ -28,18 +29,9 @@ from dualres.ops.triton.common import (
 from dualres.ops.triton.hyper import LANES, gate_logits, join, mix, mixing_logits, tile_of
 
 
-def hyper_read_backward(
-    d_h: Tensor,
-    d_left: Tensor,
-    updates: list[Tensor],
-    coefficients: Tensor,
-    gates: list[Tensor],
-    norm: Tensor | None,
-    steps: int,
-    eps: float,
-    norm_eps: float,
-) -> list[Tensor]:
+def hyper_read_backward(d_h: Tensor, d_left: Tensor, given: HyperInputs) -> list[Tensor]:
     """`fused.hyper_read_backward`."""
+    updates, coefficients, gates, norm, steps, eps, norm_eps = given
     joined = join(gates)
     count, streams = coefficients.shape[:2]
     values, _, width = joined.weight.shape

@@ -8,23 +8,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dualres.ops.inputs import ReadInputs
 from dualres.ops.triton.common import combine, inverse_rms, launch, parameter, pointers, rows, stream_rows
 
 
-def read(
-    retrieved: Tensor,
-    partition: Tensor,
-    updates: list[Tensor],
-    coefficients: Tensor | None,
-    queries: Tensor | None,
-    gates: list[Tensor],
-    norm: Tensor | None,
-    key: list[int],
-    value: list[int],
-    eps: float,
-    norm_eps: float,
-) -> tuple[Tensor, Tensor]:
+def read(given: ReadInputs) -> tuple[Tensor, Tensor]:
     """`fused.read`."""
+    retrieved, partition, updates, coefficients, queries, gates, norm, key, value, eps, norm_eps = given
     tokens, width = partition[0].numel(), retrieved.shape[-1]
     h = torch.empty_like(retrieved[0])
     left = partition.new_empty(len(updates) + 1, *partition.shape) if gates else partition.new_empty(0)

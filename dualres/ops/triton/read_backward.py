@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dualres.ops.inputs import ReadInputs
 from dualres.ops.triton.common import (
     added,
     columns,
@@ -28,22 +29,9 @@ from dualres.ops.triton.common import (
 from dualres.ops.triton.read import merge, open_gates, stored_streams, widened
 
 
-def read_backward(
-    d_h: Tensor,
-    d_left: Tensor,
-    retrieved: Tensor,
-    partition: Tensor,
-    updates: list[Tensor],
-    coefficients: Tensor | None,
-    queries: Tensor | None,
-    gates: list[Tensor],
-    norm: Tensor | None,
-    key: list[int],
-    value: list[int],
-    eps: float,
-    norm_eps: float,
-) -> list[Tensor]:
+def read_backward(d_h: Tensor, d_left: Tensor, given: ReadInputs) -> list[Tensor]:
     """`fused.read_backward`."""
+    retrieved, partition, updates, coefficients, queries, gates, norm, key, value, eps, norm_eps = given
     tokens, outputs, width = partition[0].numel(), len(key), retrieved.shape[-1]
     live, gated, normed = bool(updates), bool(gates), norm is not None
     d_retrieved, d_partition = torch.empty_like(retrieved), torch.empty_like(partition)
