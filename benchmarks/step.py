@@ -175,33 +175,36 @@ def compare(configs: dict[str, Config], arguments: argparse.Namespace, world: Wo
 
 
 def scaling(names: Sequence[str], arguments: argparse.Namespace, world: World) -> dict[str, Any]:
-    """Seconds and bytes as depth doubles at a fixed number of blocks, and as tokens double."""
+    """Seconds, round by round, and bytes as depth doubles at a fixed number of blocks, and as tokens double.
+
+    The vocabulary is small: what it costs does not grow with the depth.
+    """
     found: dict[str, Any] = {}
     for name in names:
-        depth, length = {}, {}
+        contenders: dict[str, dict[int, Contender]] = {"layers": {}, "tokens": {}}
         for factor in (1, 2, 4):
-            config = config_of(name, arguments, layers=4 * factor)
+            config = config_of(name, arguments, layers=4 * factor, tokens=arguments.tokens // 2, vocab_size=256)
             if config.residual.method.endswith("-block"):  # four blocks, whatever the depth
                 residual = dataclasses.replace(config.residual, layers_per_block=factor)
                 config = dataclasses.replace(config, residual=residual)
-            depth[4 * factor] = timed(config, arguments, world)
+            contenders["layers"][4 * factor] = Contender(config, world)
             tokens = arguments.tokens * factor // 4
-            length[tokens] = timed(config_of(name, arguments, layers=4, tokens=tokens), arguments, world)
-            say(f"{name}: {factor} of 4")
-        found[name] = {"layers": depth, "tokens": length}
+            short = config_of(name, arguments, layers=4, tokens=tokens, vocab_size=256)
+            contenders["tokens"][tokens] = Contender(short, world)
+        sizes = [(by, size) for by, row in contenders.items() for size in row]
+        found[name] = {by: {size: {"seconds": []} for size in row} for by, row in contenders.items()}
+        for _ in range(arguments.rounds):
+            for by, size in sizes:
+                found[name][by][size]["seconds"].append(seconds(contenders[by][size].step))
+        for by, size in sizes:
+            found[name][by][size]["bytes"] = contenders[by][size].memory().peak
+        say(f"{name} measured")
     return found
 
 
-def timed(config: Config, arguments: argparse.Namespace, world: World) -> dict[str, float]:
-    """The median step and the memory of one model."""
-    contender = Contender(config, world)
-    spent = [seconds(contender.step) for _ in range(arguments.rounds)]
-    return {"seconds": statistics.median(spent), "bytes": contender.memory().peak}
-
-
-def exponent(sizes: dict[int, dict[str, float]], of: str) -> float:
+def exponent(costs: dict[int, float]) -> float:
     """The slope of log(cost) over log(size)."""
-    points = [(math.log(size), math.log(cost[of])) for size, cost in sizes.items()]
+    points = [(math.log(size), math.log(cost)) for size, cost in costs.items()]
     x, y = (statistics.mean(values) for values in zip(*points, strict=True))
     return sum((a - x) * (b - y) for a, b in points) / sum((a - x) ** 2 for a, _ in points)
 
@@ -218,9 +221,9 @@ def ratios(found: dict[str, Any], name: str, what: str) -> list[float]:
     return [own / plain for own, plain in zip(found[name][what], found["standard"][what], strict=True)]
 
 
-def spread(values: list[float]) -> str:
+def spread(values: list[float], digits: int = 3) -> str:
     """The median, and from the lowest to the highest."""
-    return f"{statistics.median(values):.3f} ({min(values):.3f}–{max(values):.3f})"
+    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f}–{max(values):.{digits}f})"
 
 
 def comparison_table(found: dict[str, Any]) -> str:
@@ -243,11 +246,15 @@ def comparison_table(found: dict[str, Any]) -> str:
 
 
 def scaling_table(found: dict[str, Any]) -> str:
-    """One row per method: the exponents, 1 where cost is proportional."""
-    rows = [
-        [name, *(f"{exponent(row[by], of):.2f}" for by in ("layers", "tokens") for of in ("seconds", "bytes"))]
-        for name, row in found.items()
-    ]
+    """One row per method: the exponents, 1 where cost is proportional; of time round by round."""
+    rows = []
+    for name, row in found.items():
+        rows.append([name])
+        for costs in row.values():
+            rounds = zip(*(cost["seconds"] for cost in costs.values()), strict=True)
+            times = [exponent(dict(zip(costs, spent, strict=True))) for spent in rounds]
+            memory = exponent({size: cost["bytes"] for size, cost in costs.items()})
+            rows[-1] += [spread(times, digits=2), f"{memory:.2f}"]
     return table(["method", "time by layers", "memory by layers", "time by tokens", "memory by tokens"], rows)
 
 

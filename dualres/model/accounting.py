@@ -105,10 +105,8 @@ def residual_traffic(decoder: Decoder) -> Traffic:
     `decoder` must be on the meta device.
     """
     stack = copy.deepcopy(decoder.stack)
-    with (
-        choice.for_shapes(),
-        FakeTensorMode(allow_non_fake_inputs=True),
-    ):  # the parameters on the meta device are no fake ones
+    shapes_only = FakeTensorMode(allow_non_fake_inputs=True)  # the parameters on the meta device are no fake ones
+    with choice.for_shapes(), shapes_only:
         stack.to_empty(device="cpu")
         row = 1, TOKENS_OF_TRAFFIC, decoder.config.width
         state = torch.empty(stack.streams, *row, requires_grad=True)

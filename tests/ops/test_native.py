@@ -112,10 +112,13 @@ def test_kernels_are_kept_where_numba_is_told_to(tmp_path: Path):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_rounding_is_that_of_pytorch(dtype: torch.dtype):
     """Exactly: halves go to the even neighbour, what is too large to infinity, and NaN stays NaN."""
-    halves = torch.arange(-512, 512).to(dtype).float() * (1 + 2.0**-9)
-    odd = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan, 1e-40, 1e38, 3.4e38, 65519.0, 65520.0, 2.0**-25])
-    bits = torch.randint(0, 2**31 - 1, (4085,), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
-    numbers = torch.cat([halves, odd, bits.view(torch.float32), torch.zeros(1)])
+    cut = {torch.bfloat16: 16, torch.float16: 13}[dtype]  # bits
+    one = 127 << (23 - cut)
+    halves = (torch.arange(one - 500, one + 500, dtype=torch.int32) << cut) + (1 << (cut - 1))
+    full_nan = torch.tensor([2**31 - 1], dtype=torch.int32)  # which a carry would turn into −0
+    bits = torch.randint(0, 2**31 - 1, (4000,), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
+    odd = torch.tensor([0.0, math.inf, -math.inf, math.nan, 1e-40, 1e38, 3.4e38, 65519.0, 65520.0, 2.0**-25])
+    numbers = torch.cat([*(x.view(torch.float32) for x in (halves, full_nan, bits)), odd])
     update, coefficients = torch.ones(1, numbers.numel(), 1, dtype=dtype), numbers.view(1, 1, 1, -1)
     found, wanted = ops.write([update], coefficients).flatten(), numbers.to(dtype)
     assert torch.equal(found.isnan(), wanted.isnan())
