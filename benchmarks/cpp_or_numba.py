@@ -38,7 +38,7 @@ static void add(float* total, float weight, const float* row, int n) {
   #pragma omp simd
   for (int d = 0; d < n; d++) total[d] += weight * row[d];
 }
-static float* at(const Tensor& x, long j, long t) { return x.data_ptr<float>() + (j * x.size(2) + t) * x.size(3); }
+static float* row_at(const Tensor& x, long j, long t) { return x.data_ptr<float>() + (j * x.size(2) + t) * x.size(3); }
 
 std::vector<Tensor> forward(std::vector<Tensor> history, Tensor queries, double eps) {
   const long R = history.size(), N = history[0].size(2), D = history[0].size(3), U = queries.size(0), M = 2 * U;
@@ -54,7 +54,7 @@ std::vector<Tensor> forward(std::vector<Tensor> history, Tensor queries, double 
       float* a = logits.data_ptr<float>() + t * R * M;
       for (long r = 0; r < R; r++) for (long j = 0; j < 2; j++) {
         float* row = &rows[(r * 2 + j) * D];
-        std::copy_n(at(history[r], j, t), D, row);
+        std::copy_n(row_at(history[r], j, t), D, row);
         const float norm = 1 / std::sqrt(dot(row, row, D) / D + eps);
         norms.data_ptr<float>()[(t * R + r) * 2 + j] = norm;
         for (long u = 0; u < U; u++) a[r * M + 2 * u + 1 - j] = dot(q + (2 * u + 1 - j) * D, row, D) * norm;
@@ -67,7 +67,7 @@ std::vector<Tensor> forward(std::vector<Tensor> history, Tensor queries, double 
         std::fill(total.begin(), total.end(), 0.f);
         for (long r = 0; r < R; r++)
           add(total.data(), std::exp(a[r * M + m] - highest) / mass, &rows[(r * 2 + m % 2) * D], D);
-        std::copy_n(total.data(), D, at(found[m / 2], m % 2, t));
+        std::copy_n(total.data(), D, row_at(found[m / 2], m % 2, t));
       }
     }
   }
@@ -89,10 +89,10 @@ std::vector<Tensor> backward(std::vector<Tensor> given, std::vector<Tensor> hist
     #pragma omp for
     for (long t = 0; t < N; t++) {
       const float *a = logits.data_ptr<float>() + t * R * M, *z = partition.data_ptr<float>() + t * M;
-      for (long m = 0; m < M; m++) std::copy_n(at(given[m / 2], m % 2, t), D, &bank[m * D]);
+      for (long m = 0; m < M; m++) std::copy_n(row_at(given[m / 2], m % 2, t), D, &bank[m * D]);
       for (long r = 0; r < R; r++) for (long j = 0; j < 2; j++) {
         float* row = &rows[(r * 2 + j) * D];
-        std::copy_n(at(history[r], j, t), D, row);
+        std::copy_n(row_at(history[r], j, t), D, row);
         for (long u = 0; u < U; u++) da[r * M + 2 * u + j] = dot(&bank[(2 * u + j) * D], row, D);
       }
       for (long m = 0; m < M; m++) {
@@ -105,7 +105,7 @@ std::vector<Tensor> backward(std::vector<Tensor> given, std::vector<Tensor> hist
       }
       for (long r = 0; r < R; r++) for (long j = 0; j < 2; j++) {
         const float *row = &rows[(r * 2 + j) * D], norm = norms.data_ptr<float>()[(t * R + r) * 2 + j];
-        float *out = at(found[r], j, t), shrink = 0;
+        float *out = row_at(found[r], j, t), shrink = 0;
         for (long u = 0; u < U; u++) {
           const long m = 2 * u + 1 - j;
           shrink -= da[r * M + m] * norm * norm * a[r * M + m] / D;

@@ -98,7 +98,7 @@ def _forward(
     streams, width = norms.shape[1], queries.shape[1]
     rows, totals = np.empty((streams, states, width), np.float32), np.empty((2, width), np.float32)
     single = np.empty(0, np.float32)
-    weights = np.empty((asked, states), np.float32)
+    weights = np.empty((asked, states), np.float32)  # first the logits
     for t in range(first, last):
         for r in range(states):
             for j in range(streams):
@@ -111,18 +111,19 @@ def _forward(
                 norms[r, j, t] = norm
                 n = 0
                 while scoring[j, n] >= 0:
-                    logits[r, a, t], logits[r, b, t] = one * norm, two * norm
+                    weights[a, r], weights[b, r] = one * norm, two * norm
+                    logits[r, a, t], logits[r, b, t] = weights[a, r], weights[b, r]
                     n += 2 if b > a else 1
                     if scoring[j, n] >= 0:
                         a, b = scoring[j, n], max(scoring[j, n], scoring[j, n + 1])
                         one, two = two_dots(queries[a], queries[b], row)
         for m in range(asked):
-            highest = logits[0, m, t]
+            highest = weights[m, 0]
             for r in range(1, states):
-                highest = max(highest, logits[r, m, t])
+                highest = max(highest, weights[m, r])
             mass = np.float32(0)
             for r in range(states):
-                weights[m, r] = math.exp(logits[r, m, t] - highest)
+                weights[m, r] = math.exp(weights[m, r] - highest)
                 mass += weights[m, r]
                 for j in range(streams):
                     expect(history[r, j], min(t + 1, last - 1), width, like, asked + m, 2 * asked)
@@ -219,7 +220,7 @@ def _backward(
     # them zero, with a row of `scores` each.
     bank, scores = np.zeros((2 * asked + 1, width), np.float32), np.zeros((2 * asked + 1, states), np.float32)
     p = scores[:asked]  # the weights of the softmax
-    scored = scores[asked : 2 * asked]  # gradients of the logits, times the norms
+    scored = scores[asked : 2 * asked]  # first the logits, then their gradients times the norms
     da = np.empty((asked, states), np.float32)  # gradients of the weights, then of the logits
     shrink = np.empty((streams, states), np.float32)  # what the norms take from a state, times itself
     weights = np.empty((2, terms.shape[1]), np.float32)
@@ -230,7 +231,8 @@ def _backward(
             load(bank[m], row_of(d_retrieved[m], t, width, like))
             log_mass = row_of(partition[m], t, 1, single)[0]
             for r in range(states):
-                p[m, r] = math.exp(logits[r, m, t] - log_mass)
+                scored[m, r] = logits[r, m, t]
+                p[m, r] = math.exp(scored[m, r] - log_mass)
         for r in range(states):
             for j in range(streams):
                 row = rows[j, r]
@@ -253,8 +255,9 @@ def _backward(
             given = row_of(d_partition[m], t, 1, single)[0]
             for r in range(states):
                 da[m, r] = p[m, r] * (da[m, r] - delta + given)
-                scored[m, r] = da[m, r] * norms[r, key[m], t]
-                shrink[key[m], r] -= scored[m, r] * norms[r, key[m], t] * logits[r, m, t] / width
+                norm, logit = norms[r, key[m], t], scored[m, r]
+                scored[m, r] = da[m, r] * norm
+                shrink[key[m], r] -= scored[m, r] * norm * logit / width
                 for j in range(streams):
                     expect(history[r, j], min(t + 1, last - 1), width, like, asked + m, 2 * asked)
         for j in range(streams):
