@@ -11,7 +11,6 @@ waits for the system to clear new pages.
 """
 
 import argparse
-import ctypes
 import json
 import os
 import statistics
@@ -21,6 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from heap import keep_freed_memory
 from torch import Tensor
 
 from dualres import ops
@@ -79,14 +79,6 @@ def main() -> None:
         return
     print(", ".join(f"{key} {value}" for key, value in setting.items()))
     print(as_table(found))
-
-
-def keep_freed_memory() -> None:
-    """Tell the C library not to give freed memory back; only glibc can be told."""
-    trim_threshold, map_threshold = -1, -3  # numbers of malloc.h
-    if hasattr(ctypes.CDLL(None), "mallopt"):
-        ctypes.CDLL(None).mallopt(map_threshold, 32 * 2**20)
-        ctypes.CDLL(None).mallopt(trim_threshold, 2**31 - 1)
 
 
 def retrieval_of_the_paper(history: Sequence[Tensor], queries: Tensor) -> list[Tensor]:

@@ -35,6 +35,7 @@ from dualres.train.memory import Live
 from dualres.train.world import World, join_world
 
 METHODS = "attnres-block,dar-block,attnres-full,dar-full,mhc-4"
+FEW_WORDS = 256  # the vocabulary where growth is measured
 WARMUP = 2  # steps: compiled kernels, the optimizer's moments
 PROMPT = 16  # tokens
 
@@ -73,7 +74,7 @@ def main() -> None:
     where = f"{torch.get_num_threads()} threads" if world.device.type == "cpu" else torch.cuda.get_device_name()
     setting = {
         "scale": arguments.scale,
-        "vocabulary": arguments.vocabulary,
+        "vocabulary": FEW_WORDS if arguments.scaling else arguments.vocabulary,
         "batch": arguments.batch,
         "tokens": arguments.tokens,
         "precision": arguments.precision,
@@ -183,13 +184,13 @@ def scaling(names: Sequence[str], arguments: argparse.Namespace, world: World) -
     for name in names:
         contenders: dict[str, dict[int, Contender]] = {"layers": {}, "tokens": {}}
         for factor in (1, 2, 4):
-            config = config_of(name, arguments, layers=4 * factor, tokens=arguments.tokens // 2, vocab_size=256)
+            config = config_of(name, arguments, layers=4 * factor, tokens=arguments.tokens // 2, vocab_size=FEW_WORDS)
             if config.residual.method.endswith("-block"):  # four blocks, whatever the depth
                 residual = dataclasses.replace(config.residual, layers_per_block=factor)
                 config = dataclasses.replace(config, residual=residual)
             contenders["layers"][4 * factor] = Contender(config, world)
             tokens = arguments.tokens * factor // 4
-            short = config_of(name, arguments, layers=4, tokens=tokens, vocab_size=256)
+            short = config_of(name, arguments, layers=4, tokens=tokens, vocab_size=FEW_WORDS)
             contenders["tokens"][tokens] = Contender(short, world)
         sizes = [(by, size) for by, row in contenders.items() for size in row]
         found[name] = {by: {size: {"seconds": []} for size in row} for by, row in contenders.items()}
