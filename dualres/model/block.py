@@ -76,11 +76,14 @@ def input_norm(branch: nn.Module) -> Norm | None:
 
 
 def same_shape(update: Tensor, h: Tensor) -> Tensor:
-    """`update`, which a branch made of `h`; another shape would be broadcast into the streams without a word."""
+    """`update`, which a branch made of `h`; another shape would be broadcast into the streams without a word.
+
+    Contiguous, so that no later read has to make a copy of it.
+    """
     if not isinstance(update, Tensor) or update.shape != h.shape:
         found = tuple(update.shape) if isinstance(update, Tensor) else type(update).__name__
         raise ValueError(f"a branch returned {found} for an input of {tuple(h.shape)}: it must return the same shape")
-    return update
+    return update.contiguous()
 
 
 class ResidualStack(nn.Module):

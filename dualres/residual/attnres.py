@@ -32,7 +32,7 @@ class AttnRes(Retrieving):
 
     def write(self, state: State, i: int, update: Tensor) -> State:
         """P^i = P^{i−1} + u"""
-        return state._replace(live=plus(state.live, self.stored(i, update.to(state.retrieved[0].dtype).contiguous())))
+        return state._replace(live=plus(state.live, self.stored(i, update.to(state.retrieved[0].dtype))))
 
     def stored(self, i: int, update: Tensor) -> tuple[Tensor, ...]:
         """The output of branch i in the form that states are stored in. (B,T,D) -> J × (B,T,D)"""

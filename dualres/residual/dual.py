@@ -51,7 +51,7 @@ class Dual(Retrieving):
     def write(self, state: State, i: int, update: Tensor) -> State:
         """P¹ = [β⁰u, β¹u], then P^i = M(ρ) P^{i−1} + [β⁰u, β¹u]"""
         updates, coefficients = cast(Live, state.live)
-        return state._replace(live=Live((*updates, update.to(state.retrieved[0].dtype).contiguous()), coefficients))
+        return state._replace(live=Live((*updates, update.to(state.retrieved[0].dtype)), coefficients))
 
 
 class GateSet(nn.Module):

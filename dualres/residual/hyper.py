@@ -57,7 +57,7 @@ class HyperConnections(Pathway):
     def write(self, state: State, i: int, update: Tensor) -> State:
         """X ← H_res X + H_post u"""
         updates, coefficients = state.live
-        return State(Live((*updates, update.to(updates[0].dtype).contiguous()), coefficients))
+        return State(Live((*updates, update.to(updates[0].dtype)), coefficients))
 
     def close(self, state: State) -> Tensor:
         """The streams that the next block starts from."""
