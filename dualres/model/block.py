@@ -25,7 +25,8 @@ class NormedBranch(nn.Module):
 
     def __init__(self, norm: nn.RMSNorm, module: nn.Module):
         super().__init__()
-        if not isinstance(norm, nn.RMSNorm) or norm.eps is None or not norm.elementwise_affine:
+        plain = isinstance(norm, nn.RMSNorm) and type(norm).forward is nn.RMSNorm.forward
+        if not plain or norm.eps is None or not norm.elementwise_affine or len(norm.normalized_shape) != 1:
             raise ValueError(
                 f"the norm of a NormedBranch must be an RMSNorm with weights and an eps, nn.RMSNorm(width, eps=1e-6), "
                 f"and is {norm}: put another norm into the branch itself, as its first step"
@@ -66,7 +67,7 @@ class ResidualBlock(nn.Module):
         for i, branch in enumerate(self.branches):
             h, state = self.pathway.read(state, i, input_norm(branch))
             update = (branch.module if isinstance(branch, NormedBranch) else branch)(h, **context)
-            state = self.pathway.write(state, i, same_shape(update, h))
+            state = self.pathway.write(state, i, fitting(update, h))
         return self.pathway.close(state)
 
 
@@ -75,7 +76,7 @@ def input_norm(branch: nn.Module) -> Norm | None:
     return Norm(branch.norm.weight, cast(float, branch.norm.eps)) if isinstance(branch, NormedBranch) else None
 
 
-def same_shape(update: Tensor, h: Tensor) -> Tensor:
+def fitting(update: Tensor, h: Tensor) -> Tensor:
     """`update`, which a branch made of `h`; another shape would be broadcast into the streams without a word.
 
     Contiguous, so that no later read has to make a copy of it.

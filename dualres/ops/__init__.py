@@ -55,8 +55,9 @@ def prefix(
     if choice.kind(history[0]) == "reference":
         return reference.prefix(history, queries, route, eps)
     states = _alike("history", history)
+    asked = _parameter("queries", queries, (len(queries), len(route[0]), states[0].shape[-1]), states[0])
     run = fused if _recorded(states[0]) else choice.kernels(states[0])
-    found = run.prefix(states, wide(queries).contiguous(), list(route[0]), list(route[1]), eps)
+    found = run.prefix(states, asked, list(route[0]), list(route[1]), eps)
     return tuple(found[: len(queries)]), tuple(found[len(queries) : 2 * len(queries)])
 
 
@@ -77,6 +78,8 @@ def read(
     """
     if not updates and norm is None:
         return retrieved[0]
+    if coefficients is not None and coefficients.requires_grad:
+        raise ValueError("a read without gates takes its coefficients for constants, and these require a gradient")
     if choice.kind(retrieved) == "reference":
         return reference.read(retrieved, log_partition, updates, coefficients, queries, route, eps, norm)
     return _read(retrieved, log_partition, updates, coefficients, queries, (), route, eps, norm)[0]
@@ -130,9 +133,11 @@ def hyper_read(
     """
     if choice.kind(updates[0]) == "reference":
         return reference.hyper_read(updates, coefficients, gates, steps, eps, norm)
-    weight, norm_eps = _norm(norm)
     rows, weights = _sum(updates, coefficients)
-    given = HyperInputs(rows, weights, _flat(gates), weight, steps, eps, norm_eps)
+    streams = coefficients.shape[1]
+    own = _gates(gates, (streams, streams, streams * streams), streams, rows[0])
+    weight = None if norm is None else _parameter("the norm's weight", norm.weight, rows[0].shape[-1:], rows[0])
+    given = HyperInputs(rows, weights, own, weight, steps, eps, 0.0 if norm is None else norm.eps)
     return fused.hyper_read(*given) if _recorded(rows[0]) else choice.kernels(rows[0]).hyper_read(given)
 
 
@@ -169,23 +174,25 @@ def _read(
     """`fused.read`, with gates or without."""
     rows: list[Tensor] = []
     weights = asked = None
-    if updates and coefficients is not None and queries is not None:
+    outputs, *tokens, width = retrieved.shape
+    if updates:
+        if coefficients is None or queries is None:
+            raise ValueError("a read with a live state needs the coefficients of its updates, and queries")
         rows, weights = _sum(updates, coefficients)
-        asked = wide(queries).contiguous()
+        asked = _parameter("queries", queries, (outputs, width), retrieved)
         _alike("retrieved state and updates", (retrieved[0], rows[0]))
-    weight, norm_eps = _norm(norm)
     given = ReadInputs(
         retrieved.contiguous(),
-        wide(log_partition).contiguous(),
+        _parameter("log-partition", log_partition, (outputs, *tokens), retrieved),
         rows,
         weights,
         asked,
-        _flat(gates),
-        weight,
+        _gates(gates, (2, 2, 1)[: 3 if updates else 2], 2, retrieved) if gates else [],
+        None if norm is None else _parameter("the norm's weight", norm.weight, (width,), retrieved),
         list(route[0]),
         list(route[1]),
         eps,
-        norm_eps,
+        0.0 if norm is None else norm.eps,
     )
     return fused.read(*given) if _recorded(given.retrieved) else choice.kernels(given.retrieved).read(given)
 
@@ -199,7 +206,7 @@ def _sum(updates: Sequence[Tensor], coefficients: Tensor) -> tuple[list[Tensor],
             f"coefficients of shape {tuple(coefficients.shape)} do not fit {len(rows)} updates of shape "
             f"{tuple(rows[0].shape)}: they must be (updates, streams, batch, tokens)"
         )
-    return rows, wide(coefficients).contiguous()
+    return rows, coefficients.to(torch.float32).contiguous()
 
 
 def _alike(name: str, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -212,9 +219,24 @@ def _alike(name: str, tensors: Sequence[Tensor]) -> list[Tensor]:
     return [tensor.contiguous() for tensor in tensors]
 
 
-def _flat(gates: Sequence[GateParameters]) -> list[Tensor]:
-    return [wide(parameter).contiguous() for gate in gates for parameter in gate]
+def _gates(gates: Sequence[GateParameters], values: Sequence[int], streams: int, like: Tensor) -> list[Tensor]:
+    """Weight, scale and bias of gates with so many values each, in a row."""
+    if len(gates) != len(values):
+        raise ValueError(f"{len(gates)} gates are given where {len(values)} are needed")
+    return [
+        _parameter(f"a gate's {name}", parameter, shape, like)
+        for gate, count in zip(gates, values, strict=True)
+        for name, parameter, shape in zip(
+            gate._fields, gate, ((count, streams, like.shape[-1]), (1,), (count,)), strict=True
+        )
+    ]
 
 
-def _norm(norm: Norm | None) -> tuple[Tensor | None, float]:
-    return (None, 0.0) if norm is None else (wide(norm.weight).contiguous(), norm.eps)
+def _parameter(name: str, parameter: Tensor, shape: Sequence[int], like: Tensor) -> Tensor:
+    """In float32 and contiguous, if it is of that shape and where the stream `like` is."""
+    if parameter.shape != tuple(shape) or parameter.device != like.device:
+        raise ValueError(
+            f"{name} of shape {tuple(parameter.shape)} on {parameter.device} does not fit streams of width "
+            f"{like.shape[-1]} on {like.device}: it must have the shape {tuple(shape)} there"
+        )
+    return parameter.to(torch.float32).contiguous()

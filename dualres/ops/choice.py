@@ -21,6 +21,7 @@ KINDS = ("reference", "native", "triton")
 BY_DEVICE: dict[str, Kind] = {"cpu": "native", "cuda": "triton"}  # ROCm calls its devices cuda, too
 FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PACKAGES: dict[Kind, str] = {"native": "numba", "triton": "triton"}
+INTERPRETED = ("1", "true", "on")  # values of TRITON_INTERPRET that Triton takes for a yes
 INSTALLED = {kind: importlib.util.find_spec(package) is not None for kind, package in PACKAGES.items()}
 
 
@@ -40,14 +41,19 @@ def kind(tensor: Tensor) -> Kind:
     if tensor.dtype not in FUSED_DTYPES or tensor.device.type == "meta" or transformed():
         return "reference"  # float64, shapes without numbers, derivatives that no kernel has
     found = FORCED or BY_DEVICE.get(tensor.device.type, "reference")
-    if found == "triton" and tensor.device.type == "cpu" and not os.environ.get("TRITON_INTERPRET"):
+    if found == "triton" and tensor.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") not in INTERPRETED:
         raise RuntimeError(
             "DUALRES_OPS=triton on a CPU needs Triton's interpreter, which is slow and for tests: "
             "set TRITON_INTERPRET=1, too, or leave DUALRES_OPS unset"
         )
+    if found == "native" and tensor.device.type != "cpu":
+        raise RuntimeError(
+            f"DUALRES_OPS=native is for CPUs, and the tensors are on {tensor.device}: leave DUALRES_OPS unset"
+        )
     if found == "reference" or INSTALLED[found]:
         return found
-    note(found)
+    if not torch.compiler.is_compiling():
+        note(found)
     return "reference"
 
 

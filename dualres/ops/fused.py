@@ -216,27 +216,27 @@ def _(updates: list[Tensor], coefficients: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("dualres::write_backward", mutates_args=())
-def write_backward(d_live: Tensor, updates: list[Tensor], coefficients: Tensor, learned: bool) -> list[Tensor]:
-    """The gradients of `write`: of updates and, where they are `learned`, of coefficients."""
-    return choice.kernels(coefficients).write_backward(d_live, updates, coefficients, learned)
+def write_backward(d_live: Tensor, updates: list[Tensor], coefficients: Tensor) -> list[Tensor]:
+    """The gradients of `write`: of updates and, if those are given, of coefficients."""
+    return choice.kernels(coefficients).write_backward(d_live, updates, coefficients)
 
 
 @write_backward.register_fake
-def _(d_live: Tensor, updates: list[Tensor], coefficients: Tensor, learned: bool) -> list[Tensor]:
-    return [_like(tensor) for tensor in (*updates, *([coefficients] if learned else []))]
+def _(d_live: Tensor, updates: list[Tensor], coefficients: Tensor) -> list[Tensor]:
+    d_updates = [_like(d_live[0]) for _ in coefficients]
+    return [*d_updates, *([_like(coefficients)] if updates else [])]
 
 
 def _keep_write(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     updates, coefficients = inputs
-    ctx.updates = len(updates)
-    ctx.save_for_backward(*updates, coefficients)
+    ctx.learned = coefficients.requires_grad
+    ctx.save_for_backward(*(updates if ctx.learned else ()), coefficients)
 
 
 def _write_gradient(ctx: Any, d_live: Tensor) -> tuple[Any, ...]:
     *updates, coefficients = ctx.saved_tensors
-    learned = ctx.needs_input_grad[1]
-    found = write_backward(d_live.contiguous(), updates, coefficients, learned)
-    return found[: ctx.updates], found[-1] if learned else None
+    found = write_backward(d_live.contiguous(), updates, coefficients)
+    return found[: len(coefficients)], found[-1] if ctx.learned else None
 
 
 write.register_autograd(_write_gradient, setup_context=_keep_write)

@@ -65,9 +65,9 @@ def write(updates: Sequence[Tensor], coefficients: Tensor, *_: Any) -> Moved:
     return Moved(len(updates), coefficients.shape[1])
 
 
-def write_backward(d_live: Tensor, updates: Sequence[Tensor], coefficients: Tensor, learned: bool) -> Moved:
-    """The gradient once, and the updates for their coefficients'."""
-    return Moved(len(d_live) + (len(updates) if learned else 0), len(updates))
+def write_backward(d_live: Tensor, updates: Sequence[Tensor], coefficients: Tensor) -> Moved:
+    """The gradient once, and the updates, where they are given, for their coefficients'."""
+    return Moved(len(d_live) + len(updates), len(coefficients))
 
 
 BY_OPERATOR: dict[str, Callable[..., Moved]] = {

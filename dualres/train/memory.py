@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from dualres.config import Config
 from dualres.model.block import ResidualBlock, recompute_blocks
 from dualres.model.decoder import Decoder, build_decoder
+from dualres.ops import choice
 from dualres.train.objective import Objective, chunked_cross_entropy, document_numbers
 
 ACTIVATIONS = "activations"  # the part that `torch.compile` makes smaller
@@ -83,7 +84,8 @@ def count_pass(config: Config, engine: str) -> Pass:
     decoder = build_decoder(config.model, config.residual, device="meta")
     if train.precision == "bf16" and engine in CASTING:
         decoder.to(torch.bfloat16)
-    with FakeTensorMode(allow_non_fake_inputs=True):  # the parameters on the meta device are no fake ones
+    shapes_only = FakeTensorMode(allow_non_fake_inputs=True)  # the parameters on the meta device are no fake ones
+    with choice.for_shapes(), shapes_only:
         decoder.to_empty(device="cpu")
         recompute_blocks(decoder.stack, train.recompute)
         objective = Objective(decoder, train.loss_rows, 0 if train.documents == "isolate" else None)

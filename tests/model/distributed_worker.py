@@ -162,11 +162,12 @@ def equal(engine: Callable[..., nn.Module], dtype: torch.dtype, residual: str, f
     return name, partial(equal_to_one_process, engine, dtype, residual, feedforward)
 
 
+KERNELS = ("standard", "attnres-block", "dar-block", "mhc-4")  # in float32: float64 takes the equations
 GROUPS: dict[str, dict[str, Case]] = {
     "equal": dict(
         [equal(engine, torch.float64, r, f) for r in RESIDUALS for f in FEEDFORWARDS for engine in (ddp, fsdp)]
         # PyTorch's grouped product, on which experts run, does not exist in float64.
-        + [equal(engine, torch.float32, r, "moe") for r in ("standard", "dar-block") for engine in (ddp, fsdp)]
+        + [equal(engine, torch.float32, r, "moe") for r in KERNELS for engine in (ddp, fsdp)]
     ),
     "bfloat16": {
         f"{residual}-{feedforward}-fsdp-bfloat16": partial(near_float32, residual, feedforward)

@@ -12,7 +12,15 @@ from torch._dynamo.exc import FailOnRecompileLimitHit
 from dualres.model.block import compile_blocks
 from dualres.model.context import RouterReport
 from dualres.model.decoder import Decoder
-from tests.small import RESIDUALS, gradients, model_config, next_token_loss, random_tokens, stirred
+from tests.small import (
+    RESIDUALS,
+    gradients,
+    model_config,
+    next_token_loss,
+    random_tokens,
+    relative_error,
+    stirred,
+)
 
 DEFAULT_LIMIT = 8  # of PyTorch: how often it compiles one function anew
 BLOCKS = 12  # more than that limit, and than the 10 of the paper's 1B model
@@ -149,6 +157,17 @@ def test_inductor(residual: str):
     wanted = outcome(decoder, decoder)
     compiled = torch.compile(decoder, fullgraph=True, backend="inductor")
     assert not differing(outcome(decoder, compiled), wanted, rtol=1e-9, atol=1e-12)
+
+
+@slow
+@pytest.mark.parametrize("residual", ["attnres-block", "dar-block", "mhc-4"])
+def test_inductor_around_kernels(residual: str):
+    """In float32, where the fused operators run."""
+    decoder = blocks_of(residual, 2)
+    wanted = outcome(decoder, decoder)
+    ours = outcome(decoder, torch.compile(decoder, fullgraph=True, backend="inductor"))
+    assert relative_error(ours["logits"], wanted["logits"]) < 1e-5
+    assert relative_error(*(torch.cat([x.flatten() for x in each.values()]) for each in (ours, wanted))) < 1e-5
 
 
 BY_BLOCK = [

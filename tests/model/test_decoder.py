@@ -169,7 +169,24 @@ def test_experts_follow_autocast(monkeypatch: pytest.MonkeyPatch):
     assert set(seen) == {torch.float32}
 
 
-@pytest.mark.parametrize("norm", [torch.nn.LayerNorm(8), torch.nn.RMSNorm(8), torch.nn.RMSNorm(8, 1e-6, False)])
+class OneMore(torch.nn.RMSNorm):
+    """A norm with a formula of its own, as some models have."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) / self.weight * (1 + self.weight)
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [
+        torch.nn.LayerNorm(8),
+        torch.nn.RMSNorm(8),
+        torch.nn.RMSNorm(8, 1e-6, False),
+        torch.nn.RMSNorm((2, 4), 1e-6),
+        OneMore(8, 1e-6),
+    ],
+    ids=str,
+)
 def test_a_norm_that_a_read_cannot_apply_is_refused(norm: torch.nn.Module):
     with pytest.raises(ValueError, match=r"must be an RMSNorm with weights and an eps.*as its first step"):
         NormedBranch(norm, torch.nn.Identity())  # type: ignore[arg-type]

@@ -103,7 +103,8 @@ def main(name: str, dtype: str, width: str, streams: str = "4") -> None:
         compiled = run(kernel, *arguments, grid=grid, warmup=True, **constants)
         if compiled.hash not in seen:
             seen.add(compiled.hash)
-            row = {"op": op, **sizes, "kernel": kernel.__name__, "warps": constants["num_warps"]}
+            name = f"{kernel.fn.__module__.rpartition('.')[-1]}.{kernel.__name__}"
+            row = {"op": op, **sizes, "kernel": name, "warps": constants["num_warps"]}
             print(json.dumps({**row, **resources(compiled, target)}), flush=True)
 
     JITFunction.run = compile_only

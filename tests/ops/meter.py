@@ -208,7 +208,8 @@ def prepared(op: str, inputs: Inputs, learned: int = True, **sizes: int) -> func
         given = [torch.randn_like(x) for x in found[: 2 * sets]]
         arguments = (given[:sets], given[sets:], history, queries, found[sets : 2 * sets], *found[-2:], key, value)
     elif op == "write_backward":
-        arguments = (inputs.stream(sizes["streams"]), *arguments, bool(learned))
+        written, coefficients = arguments
+        arguments = (inputs.stream(sizes["streams"]), written if learned else [], coefficients)
     elif op.endswith("_backward"):
         found = getattr(kernels, op.removesuffix("_backward"))(*arguments)
         arguments = (*(torch.randn_like(x) for x in found), *arguments)

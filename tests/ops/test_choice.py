@@ -5,11 +5,13 @@ import os
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from dualres import ops
@@ -122,11 +124,22 @@ def test_threads_change_no_more_than_the_order_of_sums():
     assert relative_error(three, one) < 1e-5
 
 
-def test_no_stream_is_kept_but_what_was_given():
+@pytest.mark.parametrize("name", sample_inputs())
+def test_no_stream_is_kept_but_what_was_given(name: str):
     """For the backward pass: states, updates and parameters as they came, and token-wise numbers."""
-    history = [stream(2) for _ in range(4)]
-    queries = torch.randn(2, 2, WIDTH, requires_grad=True)
-    given = {id(x) for x in (*history, queries)}
+    operator, inputs = sample_inputs()[name]
+    given = {id(x) for x in tree_leaves(inputs) if isinstance(x, Tensor)}
+    kept = kept_by(lambda: operator(*inputs))
+    assert {id(x) for x in kept} & given
+    assert all(x.shape[-1] != WIDTH for x in kept if id(x) not in given)
+
+
+def test_a_plain_sum_keeps_no_update():
+    rows, weights = [stream() for _ in range(3)], torch.ones(3, 1, *TOKENS)
+    assert all(x.shape[-1] != WIDTH for x in kept_by(lambda: ops.write(rows, weights)))
+
+
+def kept_by(operation: Callable[[], Any]) -> list[Tensor]:
     kept: list[Tensor] = []
 
     def keep(x: Tensor) -> Tensor:
@@ -134,9 +147,8 @@ def test_no_stream_is_kept_but_what_was_given():
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        ops.prefix(history, queries, route.DUAL, 1e-6)
-    assert {id(x) for x in kept} >= given
-    assert all(x.shape[-1] != WIDTH for x in kept if id(x) not in given)
+        operation()
+    return kept
 
 
 def test_autocast_rounds_nothing():
@@ -182,9 +194,26 @@ def test_kinds_by_device_and_dtype(monkeypatch: Any):
 
 def test_triton_on_a_cpu_needs_its_interpreter(monkeypatch: Any):
     monkeypatch.setattr(choice, "FORCED", "triton")
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    with pytest.raises(RuntimeError, match="set TRITON_INTERPRET=1"):
-        choice.kind(torch.empty(1))
+    for value in ("", "0"):
+        monkeypatch.setenv("TRITON_INTERPRET", value)
+        with pytest.raises(RuntimeError, match="set TRITON_INTERPRET=1"):
+            choice.kind(torch.empty(1))
+
+
+def test_kernels_of_a_cpu_are_for_a_cpu(monkeypatch: Any):
+    class Elsewhere:
+        dtype, device = torch.float32, torch.device("cuda")
+
+    monkeypatch.setattr(choice, "FORCED", "native")
+    with pytest.raises(RuntimeError, match="DUALRES_OPS=native is for CPUs, and the tensors are on cuda"):
+        choice.kind(Elsewhere())  # type: ignore[arg-type]
+
+
+def test_parameters_of_another_precision_are_rounded():
+    """Such as those of a network that was made float64 and is given float32."""
+    history, queries = [torch.randn(2, *TOKENS, WIDTH) for _ in range(3)], torch.randn(2, 2, WIDTH)
+    (found, _), (wanted, _) = (ops.prefix(history, q, route.DUAL, 1e-6) for q in (queries.double(), queries))
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
 def test_derivatives_that_kernels_do_not_have_come_from_the_equations():
@@ -214,6 +243,25 @@ def test_inputs_that_do_not_fit_are_refused_by_name():
         ops.prefix([torch.randn(1, *TOKENS, WIDTH), torch.randn(1, *TOKENS, WIDTH).bfloat16()], *SINGLE_QUERY)
     with pytest.raises(ValueError, match=r"history: all must have one shape.*\(1, 1, 1, 5\)"):
         ops.prefix([torch.randn(1, *TOKENS, WIDTH), torch.randn(1, 1, 1, 5)], *SINGLE_QUERY)
+    with pytest.raises(ValueError, match=r"queries of shape \(1, 1, 24\).*width 16.*must have the shape \(1, 1, 16\)"):
+        ops.prefix([torch.randn(1, *TOKENS, 16)], *SINGLE_QUERY)
+    with pytest.raises(ValueError, match=r"the norm's weight of shape \(8,\).*must have the shape \(24,\)"):
+        ops.normed(rows[0][None], Norm(torch.ones(8), 1e-6))
+    with pytest.raises(ValueError, match=r"the norm's weight .* on meta"):
+        ops.normed(rows[0][None], Norm(torch.ones(WIDTH, device="meta"), 1e-6))
+    alpha, beta = (GateParameters(*(x.detach() for x in gate(2, 2))) for _ in range(2))
+    stored, partition = torch.randn(2, *TOKENS, WIDTH), torch.randn(2, *TOKENS)
+    with pytest.raises(ValueError, match=r"a gate's bias of shape \(3,\)"):
+        ops.gated_read(
+            stored, partition, (), None, None, (alpha, beta._replace(bias=torch.zeros(3))), route.DUAL, 1e-6, None
+        )
+    query = torch.randn(2, WIDTH)
+    with pytest.raises(ValueError, match="2 gates are given where 3 are needed"):
+        ops.gated_read(stored, partition, rows, weights, query, (alpha, beta), route.DUAL, 1e-6, None)
+    with pytest.raises(ValueError, match="needs the coefficients of its updates, and queries"):
+        ops.gated_read(stored, partition, rows, weights, None, (alpha, beta), route.DUAL, 1e-6, None)
+    with pytest.raises(ValueError, match="takes its coefficients for constants"):
+        ops.read(stored[:1], partition[:1], rows, coefficients(3, 1), query[:1], route.SINGLE, 1e-6, None)
     with pytest.raises(ValueError, match="do not fit 2 updates"):
         ops.write(rows[:2], weights)
     with pytest.raises(ValueError, match="updates: all must have one shape"):
@@ -234,6 +282,9 @@ def test_without_its_compiler_a_kind_falls_back_with_a_note(monkeypatch: Any):
         warnings.simplefilter("error")  # once is enough
         decoder = stirred(model_config(), ResidualConfig("dar-block"))
         assert torch.isfinite(decoder(random_tokens())).all()
+    choice.note.cache_clear()  # a compiled model has nobody to tell
+    compiled = torch.compile(decoder, fullgraph=True, backend="eager")
+    assert torch.isfinite(compiled(random_tokens())).all()
 
 
 def test_a_compiler_that_cannot_be_used_is_named(monkeypatch: Any):

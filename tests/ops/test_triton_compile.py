@@ -14,10 +14,11 @@ WIDTHS = [640, 1024, 1280, 2048, 4096]
 QUICK = {("sm_90", "bfloat16", 640), ("sm_90", "bfloat16", 4096)}
 MATRIX = [(target, dtype, width) for target in TARGETS for dtype in ("bfloat16", "float32") for width in WIDTHS]
 KERNELS = {
-    *("_prefix", "_products", "_prefix_backward"),
-    *("_read", "_read_backward", "_weight_gradients"),
-    *("_write", "_write_backward"),
-    *("_project", "_mix", "_sum_rows", "_mix_backward", "_row_gradients"),
+    *("prefix._prefix", "prefix._products", "prefix._prefix_backward"),
+    *("read._read", "read_backward._read_backward", "read_backward._weight_gradients"),
+    *("write._write", "write._write_backward"),
+    *("hyper._project", "hyper._mix", "hyper._sum_rows"),
+    *(f"hyper_backward.{name}" for name in ("_products", "_mix_backward", "_row_gradients", "_weight_gradients")),
 }
 
 

@@ -8,7 +8,7 @@ import ctypes
 import functools
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import torch
@@ -33,8 +33,10 @@ def share(work: Work, tokens: int) -> None:
     openmp = pytorch_threads()
     if openmp is None:
         pool = own_threads(os.getpid(), count)
-        for done in [pool.submit(work, part, ends[part], ends[part + 1]) for part in range(count)]:
-            done.result()
+        tasks = [pool.submit(work, part, ends[part], ends[part + 1]) for part in range(count)]
+        wait(tasks)  # all of them, also if one fails: until then they write to memory that a failure may free
+        for task in tasks:
+            task.result()
         return
     failures: list[BaseException] = []
 

@@ -38,11 +38,11 @@ def _forward(first: int, last: int, updates: Any, coefficients: Any, live: Any, 
             store(row_of(live[j], t, width, like), sums[j])
 
 
-def write_backward(d_live: Tensor, updates: list[Tensor], coefficients: Tensor, learned: bool) -> list[Tensor]:
+def write_backward(d_live: Tensor, updates: list[Tensor], coefficients: Tensor) -> list[Tensor]:
     """See `dualres.ops.fused.write_backward`."""
     tokens = coefficients[0, 0].numel()
-    d_updates = [torch.empty_like(update) for update in updates]
-    d_coefficients = torch.empty_like(coefficients if learned else coefficients[:0])
+    d_updates = [torch.empty_like(d_live[0]) for _ in coefficients]
+    d_coefficients = torch.empty_like(coefficients if updates else coefficients[:0])
     arguments = (
         streams_of([d_live])[0],
         begins(updates),
@@ -53,7 +53,7 @@ def write_backward(d_live: Tensor, updates: list[Tensor], coefficients: Tensor, 
         LIKE[d_live.dtype],
     )
     share(lambda part, first, last: _backward(first, last, *arguments), tokens)
-    return [*d_updates, *([d_coefficients] if learned else [])]
+    return [*d_updates, *([d_coefficients] if updates else [])]
 
 
 @njit(**OPTIONS)
@@ -72,7 +72,7 @@ def _backward(
     for t in range(first, last):
         for j in range(len(d_live)):
             load(given[j], row_of(d_live[j], t, width, like))
-        for k in range(len(updates)):
+        for k in range(len(d_updates)):
             if len(d_coefficients) > 0:
                 load(row, row_of(updates[k], t, width, like))
                 for j in range(len(d_live)):

@@ -34,31 +34,31 @@ def write(updates: list[Tensor], coefficients: Tensor) -> Tensor:
     return live
 
 
-def write_backward(d_live: Tensor, updates: list[Tensor], coefficients: Tensor, learned: bool) -> list[Tensor]:
+def write_backward(d_live: Tensor, updates: list[Tensor], coefficients: Tensor) -> list[Tensor]:
     """`fused.write_backward`."""
     streams, *shape = coefficients.shape[1:]
-    tokens, width = shape[0] * shape[1], updates[0].shape[-1]
-    d_updates = [torch.empty_like(update) for update in updates]
+    tokens, width = shape[0] * shape[1], d_live.shape[-1]
+    d_updates = [torch.empty_like(d_live[0]) for _ in coefficients]
     d_coefficients = torch.empty_like(coefficients)
     tile = rows(width, streams)
     launch(
         _write_backward,
         tile.grid(tokens),
         d_live,
-        pointers(updates),
+        pointers(updates or d_updates),
         pointers(d_updates),
         coefficients,
         d_coefficients,
         tokens,
-        len(updates),
-        LEARNED=learned,
+        len(d_updates),
+        LEARNED=bool(updates),
         STREAMS=streams,
         D=width,
         TOKENS=tile.tokens,
         WIDTH=tile.width,
         warps=tile.warps,
     )
-    return [*d_updates, *([d_coefficients] if learned else [])]
+    return [*d_updates, *([d_coefficients] if updates else [])]
 
 
 @triton.jit(do_not_specialize=["tokens", "count"])
