@@ -77,7 +77,7 @@ def read(
     retrieved (1,B,T,D), log_partition (1,B,T), updates K × (B,T,D), coefficients (K,J,B,T), queries (1,D) -> (B,T,D)
     """
     if not updates and norm is None:
-        return retrieved[0]
+        return retrieved.squeeze(0)
     if coefficients is not None and coefficients.requires_grad:
         raise ValueError("a read without gates takes its coefficients for constants, and these require a gradient")
     if choice.kind(retrieved) == "reference":
@@ -89,9 +89,9 @@ def read(
 def normed(stream: Tensor, norm: Norm | None) -> Tensor:
     """A read of one stream and nothing else, then the branch's norm if it is given. (1,B,T,D) -> (B,T,D)"""
     if norm is None:
-        return stream[0]
+        return stream.squeeze(0)
     if choice.kind(stream) == "reference":
-        return reference.normed(wide(stream[0]), norm).to(stream.dtype)
+        return reference.normed(wide(stream.squeeze(0)), norm).to(stream.dtype)
     nothing = stream.new_empty(stream.shape[:-1], dtype=torch.float32)
     return read(stream, nothing, (), None, None, ((0,), (0,)), 0.0, norm)
 

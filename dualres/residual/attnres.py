@@ -1,14 +1,12 @@
 """Attention Residuals: one stream; a branch reads a softmax over earlier states, chosen by a learned query."""
 # B batch  T tokens  D width  J stored streams
 
-from typing import cast
-
 import torch
 from torch import Tensor, nn
 
 from dualres import ops
 from dualres.ops import Norm
-from dualres.residual.live import Live, plus
+from dualres.residual.live import plus
 from dualres.residual.pathway import Place
 from dualres.residual.retrieval import Retrieving, State
 from dualres.residual.route import SINGLE, VALUE_PROJECTED, Route
@@ -35,11 +33,6 @@ class AttnRes(Retrieving):
     def write(self, state: State, i: int, update: Tensor) -> State:
         """P^i = P^{i−1} + u"""
         return state._replace(live=plus(state.live, self.stored(i, update.to(state.retrieved[0].dtype))))
-
-    def close(self, state: State) -> Tensor:
-        """H_b is the sum of what was written: of one output, that output itself."""
-        updates = cast(Live, state.live).updates
-        return updates[0].unsqueeze(0) if len(updates) == 1 else super().close(state)
 
     def stored(self, i: int, update: Tensor) -> tuple[Tensor, ...]:
         """The output of branch i in the form that states are stored in. (B,T,D) -> J × (B,T,D)"""

@@ -31,4 +31,4 @@ class Standard(Pathway):
 
     def write(self, state: State, i: int, update: Tensor) -> State:
         """h_l + f_l(h_l)"""
-        return State(state.live + update.to(state.live.dtype))
+        return State(state.live + update.to(state.live.dtype).unsqueeze(0))

@@ -110,23 +110,31 @@ def test_state_bytes(name: str, history: int, live: int):
 
 
 @pytest.mark.parametrize(
-    ("name", "prefix", "reads", "writes", "readout"),
+    ("name", "prefix", "reads", "writes", "readout", "backward"),
     [
-        ("standard", 0, 0, 10 * 3, 2),
-        ("mhc-4", 0, 5 * (9 + 11), 5 * (6 + 4), 5),
-        ("attnres-block", 3 + 4 + 5, 2 * (3 + 4 + 5) + 3, 5 + 5 + 3, 5 + 2),
-        ("dar-block", 6 + 8 + 10, 2 * (3 + 4 + 5 + 6) + (3 + 4), 6 + 6 + 4, 10 + 3),
+        ("standard", 0, 0, 10 * 3, 2, 10 * 3),
+        ("mhc-4", 0, 5 * (9 + 11), 5 * (6 + 4), 5, 608),
+        ("attnres-block", 3 + 4 + 5, 2 * (3 + 4 + 5) + 3, 5 + 5 + 3, 5 + 2, 200),
+        ("dar-block", 6 + 8 + 10, 2 * (3 + 4 + 5 + 6) + (3 + 4), 6 + 6 + 4, 10 + 3, 349),
     ],
 )
 @pytest.mark.parametrize("forced", [None, "reference"])
 def test_residual_traffic(
-    name: str, prefix: int, reads: int, writes: int, readout: int, forced: Any, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    prefix: int,
+    reads: int,
+    writes: int,
+    readout: int,
+    backward: int,
+    forced: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ):
-    """By hand from the table in docs/performance.md: blocks of 4, 4 and 2 branches, of 2 for mHC; and whatever runs."""
+    """Blocks of 4, 4 and 2 branches, of 2 for mHC; whatever runs. Forward by hand, as in docs/performance.md;
+    backward as it was found: PyTorch's sums of gradients are a third of it."""
     monkeypatch.setattr(choice, "FORCED", forced)
     moved = accounting.residual_traffic(build_decoder(model_config(), RESIDUALS[name], device="meta"))
     assert moved.forward == 32 * (prefix + reads + writes + readout)
-    assert moved.backward > 2 * moved.forward
+    assert moved.backward == 32 * backward
 
 
 @pytest.mark.parametrize("feedforward", FEEDFORWARDS)
