@@ -55,9 +55,10 @@ def prefix(
     if choice.kind(history[0]) == "reference":
         return reference.prefix(history, queries, route, eps)
     states = _alike("history", history)
-    asked = _parameter("queries", queries, (len(queries), len(route[0]), states[0].shape[-1]), states[0])
+    key, value = _route(route, len(states[0]))
+    asked = _parameter("queries", queries, (len(queries), len(key), states[0].shape[-1]), states[0])
     run = fused if _recorded(states[0]) else choice.kernels(states[0])
-    found = run.prefix(states, asked, list(route[0]), list(route[1]), eps)
+    found = run.prefix(states, asked, key, value, eps)
     return tuple(found[: len(queries)]), tuple(found[len(queries) : 2 * len(queries)])
 
 
@@ -174,7 +175,11 @@ def _read(
     """`fused.read`, with gates or without."""
     rows: list[Tensor] = []
     weights = asked = None
-    outputs, *tokens, width = retrieved.shape
+    *tokens, width = retrieved.shape[1:]
+    key, value = _route(route, max(*route[0], *route[1]) + 1 if coefficients is None else coefficients.shape[1])
+    outputs = len(key)
+    if len(retrieved) != outputs:
+        raise ValueError(f"the route has {outputs} output streams, and {len(retrieved)} are retrieved")
     if updates:
         if coefficients is None or queries is None:
             raise ValueError("a read with a live state needs the coefficients of its updates, and queries")
@@ -189,12 +194,20 @@ def _read(
         asked,
         _gates(gates, (2, 2, 1)[: 3 if updates else 2], 2, retrieved) if gates else [],
         None if norm is None else _parameter("the norm's weight", norm.weight, (width,), retrieved),
-        list(route[0]),
-        list(route[1]),
+        key,
+        value,
         eps,
         0.0 if norm is None else norm.eps,
     )
     return fused.read(*given) if _recorded(given.retrieved) else choice.kernels(given.retrieved).read(given)
+
+
+def _route(route: Route, streams: int) -> tuple[list[int], list[int]]:
+    """Keys and values of the output streams, if there are streams enough."""
+    key, value = (list(chosen) for chosen in route)
+    if max(*key, *value) >= streams:
+        raise ValueError(f"the route reads stream {max(*key, *value)}, and only {streams} are stored, numbered from 0")
+    return key, value
 
 
 def _sum(updates: Sequence[Tensor], coefficients: Tensor) -> tuple[list[Tensor], Tensor]:

@@ -245,6 +245,8 @@ def test_inputs_that_do_not_fit_are_refused_by_name():
         ops.prefix([torch.randn(1, *TOKENS, WIDTH), torch.randn(1, 1, 1, 5)], *SINGLE_QUERY)
     with pytest.raises(ValueError, match=r"queries of shape \(1, 1, 24\).*width 16.*must have the shape \(1, 1, 16\)"):
         ops.prefix([torch.randn(1, *TOKENS, 16)], *SINGLE_QUERY)
+    with pytest.raises(ValueError, match="the route reads stream 1, and only 1 are stored"):
+        ops.prefix([torch.randn(1, *TOKENS, WIDTH)], torch.zeros(1, 2, WIDTH), route.DUAL, 1e-6)
     with pytest.raises(ValueError, match=r"the norm's weight of shape \(8,\).*must have the shape \(24,\)"):
         ops.normed(rows[0][None], Norm(torch.ones(8), 1e-6))
     with pytest.raises(ValueError, match=r"the norm's weight .* on meta"):
@@ -255,6 +257,8 @@ def test_inputs_that_do_not_fit_are_refused_by_name():
         ops.gated_read(
             stored, partition, (), None, None, (alpha, beta._replace(bias=torch.zeros(3))), route.DUAL, 1e-6, None
         )
+    with pytest.raises(ValueError, match="the route has 2 output streams, and 1 are retrieved"):
+        ops.gated_read(stored[:1], partition[:1], (), None, None, (alpha, beta), route.DUAL, 1e-6, None)
     query = torch.randn(2, WIDTH)
     with pytest.raises(ValueError, match="2 gates are given where 3 are needed"):
         ops.gated_read(stored, partition, rows, weights, query, (alpha, beta), route.DUAL, 1e-6, None)

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,21 @@ def test_a_failure_reaches_the_caller(either_kind: Any):
 
     with pytest.raises(ZeroDivisionError, match="part 1"):
         threads.share(work, 300)
+
+
+def test_a_failure_waits_for_the_other_parts(either_kind: Any):
+    """They write to memory that the caller may free."""
+    done = []
+
+    def work(part: int, first: int, last: int) -> None:
+        if part == 0:
+            raise ZeroDivisionError("part 0")
+        time.sleep(0.2)
+        done.append(part)
+
+    with pytest.raises(ZeroDivisionError):
+        threads.share(work, 300)
+    assert sorted(done) == [1, 2]
 
 
 def retrieved() -> torch.Tensor:

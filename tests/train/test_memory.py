@@ -18,6 +18,7 @@ from dualres.config import Config
 from dualres.model.accounting import parameters
 from dualres.model.block import recompute_blocks
 from dualres.model.decoder import build_decoder
+from dualres.ops import choice
 from dualres.train.build import build_engine
 from dualres.train.engine import TorchEngine
 from dualres.train.memory import CASTING, count_pass, memory
@@ -228,3 +229,13 @@ def test_state_of_other_engines(engine: str, stage: int, bytes_per_parameter: fl
     state = sum(size for name, size in held.items() if name not in ("activations", "loss", "work", "bucket"))
     assert state == pytest.approx(bytes_per_parameter * count, rel=2e-3)
     assert held.get("bucket", 0) == (2 * 500_000_000 if engine == "deepspeed" else 0)
+
+
+@pytest.mark.parametrize("forced", ["reference", "triton"])
+def test_a_plan_does_not_depend_on_where_it_is_made(forced: Any, monkeypatch: pytest.MonkeyPatch):
+    """The operators of the machine that plans are not those of the machine that trains."""
+    config = tiny_config(residual="dar-block")
+    wanted = count_pass(config, "single")
+    monkeypatch.setattr(choice, "FORCED", forced)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert count_pass(config, "single") == wanted
