@@ -119,14 +119,32 @@ def check_prefix(name: str, states: int, sets: int, shape: tuple[int, int, int],
     draw = Numbers(dtype)
     history = [draw.stream(streams, *shape, scale=0.5 + 0.3 * r) for r in range(states)]
     queries = draw.parameter(sets, len(rule.key), shape[-1], scale=0.3)
+    compare_prefix(history, queries, rule, dtype)
 
-    def ours(queries: Tensor, *history: Tensor) -> list[Tensor]:
-        return flat_prefix(ops.prefix(history, queries, rule, EPS))
 
-    def exact(queries: Tensor, *history: Tensor) -> list[Tensor]:
-        return flat_prefix(reference.prefix(history, queries, rule, EPS))
+def compare_prefix(
+    history: list[Tensor],
+    queries: Tensor,
+    rule: route.Route,
+    dtype: torch.dtype,
+    results: Callable[..., Sequence[Tensor]] = flat_prefix,
+) -> None:
+    def ours(queries: Tensor, *history: Tensor) -> Sequence[Tensor]:
+        return results(ops.prefix(history, queries, rule, EPS))
+
+    def exact(queries: Tensor, *history: Tensor) -> Sequence[Tensor]:
+        return results(reference.prefix(history, queries, rule, EPS))
 
     compare(ours, exact, [queries, *history], dtype)
+
+
+def test_prefix_where_one_state_has_nearly_all_weight(kind: str):
+    """There the gradient of the queries is a small difference of large numbers."""
+    draw = Numbers(torch.float32)
+    queries = 12 * torch.nn.functional.normalize(draw.parameter(1, 2, WIDTH), dim=-1)  # the logit of a state along it
+    along = queries[0].flip(0)[:, None, None] * WIDTH**0.5 / 12  # of stream j, which the other output asks
+    history = [draw.stream(2, *ODD, scale=0.1) + along, draw.stream(2, *ODD), draw.stream(2, *ODD)]
+    compare_prefix(history, queries / WIDTH**0.5, route.DUAL, torch.float32, results=lambda found: found[0])
 
 
 # id -> how many updates, whether the branch's norm is applied

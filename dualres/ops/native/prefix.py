@@ -249,8 +249,12 @@ def _backward(
                         one, two = two_dots(bank[a], bank[b], row)
         shrink[:] = 0
         for m in range(asked):
-            delta = np.float32(0)
+            heaviest = 0
+            for r in range(1, states):
+                heaviest = r if p[m, r] > p[m, heaviest] else heaviest
+            most, delta = da[m, heaviest], np.float32(0)
             for r in range(states):
+                da[m, r] -= most  # da − Σ p da would lose its digits where one weight is nearly 1
                 delta += p[m, r] * da[m, r]
             given = row_of(d_partition[m], t, 1, single)[0]
             for r in range(states):

@@ -132,9 +132,11 @@ def _softmax_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """p, da · rstd, and how much of each stream its norm takes back, Σ da · a · rstd² / D: one number per token each.
 
-    da = p (dp − Σ_r p_r dp_r + dζ). The sum is over the products: a rounded h̃ would bring its rounding into dq.
+    da = p (dp − Σ_r p_r dp_r + dζ). The sum is over the products: a rounded h̃ would bring its rounding into dq. They
+    are counted from that of the largest weight: dp − Σ p dp would lose its digits where one weight is nearly 1.
     """
     weights = torch.exp(logits - torch.stack(partition))  # (R,U,O,B,T)
+    products = products - products.gather(0, logits.argmax(0, keepdim=True))
     d_logits = weights * (products - (weights * products).sum(0) + torch.stack(d_partition))
     d_scores = d_logits * norms[:, key].unsqueeze(1)
     shrinks = torch.zeros_like(norms)  # (R,J,B,T)
