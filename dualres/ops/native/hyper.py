@@ -11,7 +11,16 @@ from torch import Tensor
 
 from dualres.ops.inputs import HyperInputs
 from dualres.ops.native.read import ABSENT, live_streams, sigmoid
-from dualres.ops.native.rows import add, add_rows, dot, inverse_rms, normalise, normalise_backward, two_dots
+from dualres.ops.native.rows import (
+    add,
+    add_rows,
+    add_to_two,
+    dot,
+    inverse_norm,
+    normalise,
+    normalise_backward,
+    two_dots,
+)
 from dualres.ops.native.streams import LIKE, OPTIONS, array, begins, load, row_of, store
 from dualres.ops.native.threads import parts, share
 
@@ -120,8 +129,8 @@ def _forward(first: int, last: int, inputs: Any, output: int, left: Any) -> None
     opened, written = np.empty((2, size), np.float32)
     trace = np.empty((2 * steps, size, size), np.float64)
     for t in range(first, last):
-        live_streams(live, updates, coefficients, t, row, like)
-        scale = inverse_rms(live, eps)
+        live_streams(live, updates, coefficients, t, like)
+        scale = inverse_norm(dot(streams, streams), len(streams), eps)
         _gates(streams, scale, gates, projected, opened, written, logits)
         _sinkhorn(logits, steps, trace)
         for i in range(size):
@@ -134,7 +143,7 @@ def _forward(first: int, last: int, inputs: Any, output: int, left: Any) -> None
         row[:] = 0
         add_rows(row, opened, live)
         if len(norm) > 0:
-            normalise(row, norm, norm_eps)
+            normalise(row, norm, dot(row, row), norm_eps)
         store(row_of(output, t, width, like), row)
 
 
@@ -190,15 +199,15 @@ def _backward(first: int, last: int, inputs: Any, rows: Any, d_gates: Any, d_nor
     opened, written = np.empty((2, size), np.float32)
     trace, d_matrix = np.empty((2 * steps, size, size), np.float64), np.empty((size, size), np.float64)
     for t in range(first, last):
-        live_streams(live, updates, coefficients, t, row, like)
-        scale = inverse_rms(live, eps)
+        live_streams(live, updates, coefficients, t, like)
+        scale = inverse_norm(dot(streams, streams), len(streams), eps)
         _gates(streams, scale, gates, projected, opened, written, logits)
         _sinkhorn(logits, steps, trace)
         load(given, row_of(d_output, t, width, like))
         if len(norm) > 0:
             row[:] = 0
             add_rows(row, opened, live)
-            normalise_backward(given, row, norm, norm_eps, d_norm)
+            normalise_backward(given, row, norm, dot(row, row), norm_eps, d_norm)
         for i in range(size):
             for j in range(size):
                 d_matrix[i, j] = 0
@@ -237,10 +246,12 @@ def _backward(first: int, last: int, inputs: Any, rows: Any, d_gates: Any, d_nor
         add_rows(d_streams, de[2 * size :], mixing)
         for j in range(size):
             add(d_live[j], opened[j], given)
-            add(d_pre[j], de[j], streams)
-            add(d_post[j], de[size + j], streams)
-        for g in range(size * size):
-            add(d_mixing[g], de[2 * size + g], streams)
+            add_to_two(d_pre[j], d_post[j], de[j], de[size + j], streams)
+        mixed = de[2 * size :]
+        for g in range(0, size * size - 1, 2):
+            add_to_two(d_mixing[g], d_mixing[g + 1], mixed[g], mixed[g + 1], streams)
+        if size % 2 == 1:
+            add(d_mixing[size * size - 1], mixed[size * size - 1], streams)
         for k in range(count):
             load(row, row_of(updates[k], t, width, like))
             for j in range(size):

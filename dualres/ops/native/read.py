@@ -10,8 +10,20 @@ from numba import njit
 from torch import Tensor
 
 from dualres.ops.inputs import ReadInputs
-from dualres.ops.native.rows import add, dot, inverse_rms, normalise, normalise_backward, scaled
-from dualres.ops.native.streams import LIKE, OPTIONS, array, begins, load, row_of, store, streams_of
+from dualres.ops.native.rows import (
+    add,
+    add_to_four,
+    add_to_two,
+    blend,
+    blend_with_dots,
+    inverse_norm,
+    normalise,
+    normalise_backward,
+    scaled,
+    sum_of_six,
+    two_dots,
+)
+from dualres.ops.native.streams import LIKE, OPTIONS, array, begins, finish, load, row_of, streams_of, target
 from dualres.ops.native.threads import parts, share
 
 ABSENT = {size: np.empty((0,) * size, np.float32) for size in (1, 2, 3)}
@@ -52,13 +64,16 @@ def _three(gates: list[Any]) -> tuple[Any, ...]:
 
 
 @njit(**OPTIONS)
-def live_streams(live: Any, updates: Any, coefficients: Any, t: int, row: Any, like: Any) -> None:
+def live_streams(live: Any, updates: Any, coefficients: Any, t: int, like: Any) -> None:
     """P^j = Σ_k C_k^j u_k of token t. (J,D), (K,), (K,J,N)"""
+    streams, width = live.shape
     live[:] = 0
     for k in range(len(updates)):
-        load(row, row_of(updates[k], t, len(row), like))
-        for j in range(len(live)):
-            add(live[j], coefficients[k, j, t], row)
+        row = row_of(updates[k], t, width, like)
+        for j in range(0, streams - 1, 2):
+            add_to_two(live[j], live[j + 1], coefficients[k, j, t], coefficients[k, j + 1, t], row)
+        if streams % 2 == 1:
+            add(live[streams - 1], coefficients[k, streams - 1, t], row)
 
 
 @njit(**OPTIONS)
@@ -68,72 +83,103 @@ def sigmoid(x: Any) -> Any:
 
 
 @njit(**OPTIONS)
-def project(streams: Any, weight: Any) -> Any:
-    """Σ_j x^j · W^j, one gate value before its norm, scale and bias. (J,D), (J,D) -> 1"""
-    total = np.float32(0)
-    for j in range(len(streams)):
-        total += dot(streams[j], weight[j])
-    return total
-
-
-@njit(**OPTIONS)
-def _merge(
+def _weigh(
     t: int,
-    retrieved: Any,
     partition: Any,
     live: Any,
     queries: Any,
     key: Any,
-    value: Any,
     eps: float,
-    like: Any,
-    h: Any,
     scores: Any,
     norms: Any,
     masses: Any,
+    rests: Any,
 ) -> None:
-    """h^o = λ h̃^o + (1 − λ) P^value; keeps what λ was made of: q·Norm(P), the inverse norms, λ itself."""
-    for o in range(len(h)):
-        load(h[o], row_of(retrieved[o], t, h.shape[1], like))
-        if len(queries) > 0:
-            scored = live[key[o] : key[o] + 1]
-            norms[o] = inverse_rms(scored, eps)
-            scores[o] = dot(queries[o], scored[0]) * norms[o]
-            masses[o] = sigmoid(partition[o, t] - scores[o])
-            own, returned, mass = h[o], live[value[o]], masses[o]
-            for d in range(len(own)):
-                own[d] = mass * own[d] + (1 - mass) * returned[d]
+    """λ and 1 − λ of each output; keeps what they were made of: q·Norm(P) and the inverse norm."""
+    masses[:] = 1
+    rests[:] = 0
+    for o in range(len(queries)):
+        scored = live[key[o]]
+        square, product = two_dots(scored, queries[o], scored)
+        norms[o] = inverse_norm(square, len(scored), eps)
+        scores[o] = product * norms[o]
+        masses[o] = sigmoid(partition[o, t] - scores[o])
+        rests[o] = sigmoid(scores[o] - partition[o, t])
+
+
+@njit(**OPTIONS)
+def _merge_and_project(
+    t: int,
+    retrieved: Any,
+    live: Any,
+    value: Any,
+    masses: Any,
+    rests: Any,
+    alpha: Any,
+    beta: Any,
+    like: Any,
+    h: Any,
+    projected: Any,
+) -> Any:
+    """h^o = λ h̃^o + (1 − λ) P^value, and Σ_o h^o·W^o of the two α and the two β. (2,D), (4,) -> Σ h²"""
+    total = np.float32(0)
+    projected[:] = 0
+    for o in range(2):
+        row, four = row_of(retrieved[o], t, h.shape[1], like), (alpha[0, o], alpha[1, o], beta[0, o], beta[1, o])
+        square, a, b, c, e = blend_with_dots(h[o], masses[o], row, rests[o], live[value[o]], four)
+        total += square
+        projected[0] += a
+        projected[1] += b
+        projected[2] += c
+        projected[3] += e
+    return total
+
+
+@njit(**OPTIONS)
+def _project(streams: Any, weight: Any) -> Any:
+    """Σ_j x^j·x^j and Σ_j x^j·W^j. (J,D), (J,D) -> 2 numbers"""
+    total, projected = np.float32(0), np.float32(0)
+    for j in range(len(streams)):
+        square, product = two_dots(streams[j], weight[j], streams[j])
+        total += square
+        projected += product
+    return total, projected
 
 
 @njit(**OPTIONS)
 def _forward(first: int, last: int, inputs: Any, output: int, left: Any) -> None:
     retrieved, partition, updates, coefficients, queries, key, value, gates, norm, width, eps, norm_eps, like = inputs
     alpha, alpha_scale, alpha_bias, beta, beta_scale, beta_bias, rho, rho_scale, rho_bias = gates
-    outputs, streams = len(retrieved), coefficients.shape[1]
-    live, h = np.empty((streams, width), np.float32), np.empty((outputs, width), np.float32)
-    row, mixed = np.empty(width, np.float32), np.empty((1, width), np.float32)
-    scores, norms, masses = np.empty((3, outputs), np.float32)
+    outputs, streams, count = len(retrieved), coefficients.shape[1], len(updates)
+    live = np.zeros((streams if count > 0 else 2, width), np.float32)  # nothing written: zeros, with λ = 1
+    h, mixed = np.empty((outputs, width), np.float32), np.empty(width, np.float32)
+    scores, norms, masses, rests = np.empty((4, outputs), np.float32)
+    projected = np.empty(4, np.float32)
     for t in range(first, last):
-        if len(updates) > 0:
-            live_streams(live, updates, coefficients, t, row, like)
-        _merge(t, retrieved, partition, live, queries, key, value, eps, like, h, scores, norms, masses)
-        result = h[0]
+        row = row_of(output, t, width, like)
+        result = target(row, mixed)
+        if count > 0:
+            live_streams(live, updates, coefficients, t, like)
+        _weigh(t, partition, live, queries, key, eps, scores, norms, masses, rests)
         if len(alpha) > 0:
-            scale = inverse_rms(h, eps)
-            result = mixed[0]
-            result[:] = 0
-            for o in range(outputs):
-                gate = sigmoid(alpha_scale[0] * scale * project(h, alpha[o]) + alpha_bias[o])
-                add(result, gate, h[o])
-                left[len(updates), o, t] = 2 * sigmoid(beta_scale[0] * scale * project(h, beta[o]) + beta_bias[o])
+            square = _merge_and_project(t, retrieved, live, value, masses, rests, alpha, beta, like, h, projected)
+            scale = inverse_norm(square, h.size, eps)
+            for o in range(2):
+                left[count, o, t] = 2 * sigmoid(beta_scale[0] * scale * projected[2 + o] + beta_bias[o])
+                projected[o] = sigmoid(alpha_scale[0] * scale * projected[o] + alpha_bias[o])
+            square = blend(result, projected[0], h[0], projected[1], h[1])
+        else:
+            own = row_of(retrieved[0], t, width, like)
+            square = blend(result, masses[0], own, rests[0], live[value[0]])
         if len(rho) > 0:
-            keep = sigmoid(rho_scale[0] * inverse_rms(live, eps) * project(live, rho[0]) + rho_bias[0])
-            for k in range(len(updates)):
+            whole, product = _project(live, rho[0])
+            keep = sigmoid(rho_scale[0] * inverse_norm(whole, live.size, eps) * product + rho_bias[0])
+            for k in range(count):
                 for j in range(2):
                     left[k, j, t] = keep * coefficients[k, j, t] + (1 - keep) * coefficients[k, 1 - j, t]
         if len(norm) > 0:
-            normalise(result, norm, norm_eps)
-        store(row_of(output, t, width, like), result)
+            normalise(result, norm, square, norm_eps)
+        finish(row, result)
 
 
 def read_backward(d_h: Tensor, d_left: Tensor, given: ReadInputs) -> list[Tensor]:
@@ -168,26 +214,15 @@ def read_backward(d_h: Tensor, d_left: Tensor, given: ReadInputs) -> list[Tensor
 
 
 @njit(**OPTIONS)
-def gate_backward(
-    dz: Any, scale: Any, norm: Any, projected: Any, streams: Any, weight: Any, d_streams: Any, d_weight: Any
-) -> Any:
-    """Of z = scale · norm · e + bias with e = Σ_j x^j·W^j: adds to the streams' and the weight's gradient.
-
-    -> the gradient of the scale, and of the norm
-    """
-    de = dz * scale * norm
-    for j in range(len(streams)):
-        add(d_streams[j], de, weight[j])
-        add(d_weight[j], de, streams[j])
-    return dz * norm * projected, dz * scale * projected
+def gate_backward(dz: Any, scale: Any, norm: Any, projected: Any) -> Any:
+    """Of z = scale · norm · e + bias with e = Σ_j x^j·W^j: the gradients of e, of the scale and of the norm."""
+    return dz * scale * norm, dz * norm * projected, dz * scale * projected
 
 
 @njit(**OPTIONS)
-def norm_backward(d_norm: Any, norm: Any, streams: Any, d_streams: Any) -> None:
-    """Of norm = 1 / √(mean x² + eps), over all streams together."""
-    factor = -d_norm * norm * norm * norm / streams.size
-    for j in range(len(streams)):
-        add(d_streams[j], factor, streams[j])
+def norm_backward(d_norm: Any, norm: Any, size: int) -> Any:
+    """Of norm = 1 / √(mean x² + eps) over `size` numbers: what, times x, is the gradient of x."""
+    return -d_norm * norm * norm * norm / size
 
 
 @njit(**OPTIONS)
@@ -197,83 +232,94 @@ def _backward(first: int, last: int, inputs: Any, rows: Any, d_queries: Any, d_g
     d_output, d_left, d_retrieved, d_partition, d_updates, d_coefficients = rows
     d_alpha, d_alpha_scale, d_alpha_bias, d_beta, d_beta_scale, d_beta_bias, d_rho, d_rho_scale, d_rho_bias = d_gates
     outputs, streams, count = len(retrieved), coefficients.shape[1], len(updates)
-    live, d_live = np.empty((streams, width), np.float32), np.empty((streams, width), np.float32)
+    live = np.zeros((streams if count > 0 else 2, width), np.float32)
+    d_live = np.empty((streams, width), np.float32)
     h, d_h = np.empty((outputs, width), np.float32), np.empty((outputs, width), np.float32)
-    row, given, mixed = np.empty(width, np.float32), np.empty(width, np.float32), np.empty(width, np.float32)
-    scores, norms, masses = np.empty((3, outputs), np.float32)
-    opened, written, e_alpha, e_beta = np.empty((4, outputs), np.float32)  # α, β and their projections
+    given, mixed = np.empty(width, np.float32), np.empty(width, np.float32)
+    scores, norms, masses, rests = np.empty((4, outputs), np.float32)
+    projected, opened, written = np.empty(4, np.float32), np.empty(2, np.float32), np.empty(2, np.float32)
+    slopes = np.empty(outputs, np.float32)  # gradients of q·P
+    valued, keyed = np.zeros((2, 2), np.float32)  # what a live stream takes of d_h, and of the queries
     for t in range(first, last):
-        if count > 0:
-            live_streams(live, updates, coefficients, t, row, like)
-        _merge(t, retrieved, partition, live, queries, key, value, eps, like, h, scores, norms, masses)
-        d_live[:] = 0
         load(given, row_of(d_output, t, width, like))
-        gated = len(alpha) > 0
-        scale = np.float32(0)
-        if gated:
-            scale = inverse_rms(h, eps)
-            mixed[:] = 0
-            for o in range(outputs):
-                e_alpha[o], e_beta[o] = project(h, alpha[o]), project(h, beta[o])
-                opened[o] = sigmoid(alpha_scale[0] * scale * e_alpha[o] + alpha_bias[o])
-                written[o] = 2 * sigmoid(beta_scale[0] * scale * e_beta[o] + beta_bias[o])
-                add(mixed, opened[o], h[o])
-        else:
-            store(mixed, h[0])
-        if len(norm) > 0:
-            normalise_backward(given, mixed, norm, norm_eps, d_norm)
-        if gated:
-            d_scale = np.float32(0)
-            for o in range(outputs):
-                scaled(d_h[o], opened[o], given)
-            for o in range(outputs):
-                dz = dot(given, h[o]) * opened[o] * (1 - opened[o])
-                ds, dm = gate_backward(dz, alpha_scale[0], scale, e_alpha[o], h, alpha[o], d_h, d_alpha[o])
-                d_alpha_scale[0] += ds
+        if count > 0:
+            live_streams(live, updates, coefficients, t, like)
+        _weigh(t, partition, live, queries, key, eps, scores, norms, masses, rests)
+        if len(alpha) > 0:
+            square = _merge_and_project(t, retrieved, live, value, masses, rests, alpha, beta, like, h, projected)
+            scale = inverse_norm(square, h.size, eps)
+            for o in range(2):
+                opened[o] = sigmoid(alpha_scale[0] * scale * projected[o] + alpha_bias[o])
+                written[o] = 2 * sigmoid(beta_scale[0] * scale * projected[2 + o] + beta_bias[o])
+            square = blend(mixed, opened[0], h[0], opened[1], h[1])
+            if len(norm) > 0:
+                normalise_backward(given, mixed, norm, square, norm_eps, d_norm)
+            d_opened, d_scale = two_dots(h[0], h[1], given), np.float32(0)
+            for o in range(2):
+                dz = d_opened[o] * opened[o] * (1 - opened[o])
                 d_alpha_bias[o] += dz
+                projected[o], ds, dm = gate_backward(dz, alpha_scale[0], scale, projected[o])
+                d_alpha_scale[0] += ds
                 d_scale += dm
                 dz = d_left[count, o, t] * written[o] * (1 - written[o] / 2)
-                ds, dm = gate_backward(dz, beta_scale[0], scale, e_beta[o], h, beta[o], d_h, d_beta[o])
-                d_beta_scale[0] += ds
                 d_beta_bias[o] += dz
+                projected[2 + o], ds, dm = gate_backward(dz, beta_scale[0], scale, projected[2 + o])
+                d_beta_scale[0] += ds
                 d_scale += dm
-            norm_backward(d_scale, scale, h, d_h)
+            shrink = norm_backward(d_scale, scale, h.size)
+            a, b, c, e = projected  # by now the gradients of the projections
+            for o in range(2):
+                add_to_four((d_alpha[0, o], d_alpha[1, o], d_beta[0, o], d_beta[1, o]), (a, b, c, e), h[o])
+                factors, four = (opened[o], shrink, a, b, c, e), (alpha[0, o], alpha[1, o], beta[0, o], beta[1, o])
+                sum_of_six(d_h[o], factors, (given, h[o], *four))
         else:
-            store(d_h[0], given)
+            own = row_of(retrieved[0], t, width, like)
+            square = blend(h[0], masses[0], own, rests[0], live[value[0]])
+            if len(norm) > 0:
+                normalise_backward(given, h[0], norm, square, norm_eps, d_norm)
+            d_h[0] = given
         for o in range(outputs):
-            mass = np.float32(1)
+            scaled(row_of(d_retrieved[o], t, width, like), masses[o], d_h[o])
             if count > 0:
-                mass, own = masses[o], d_h[o]
-                returned, d_returned = live[value[o]], d_live[value[o]]
-                load(row, row_of(retrieved[o], t, width, like))
-                d_score = (dot(own, returned) - dot(own, row)) * mass * (1 - mass)
+                own, other = two_dots(live[value[o]], row_of(retrieved[o], t, width, like), d_h[o])
+                d_score = (own - other) * masses[o] * rests[o]
                 d_partition[o, t] = -d_score
-                add(d_returned, 1 - mass, own)
-                add(d_live[key[o]], d_score * norms[o], queries[o])
-                add(d_queries[o], d_score * norms[o], live[key[o]])
-                add(d_live[key[o]], -d_score * scores[o] * norms[o] * norms[o] / width, live[key[o]])
-            scaled(row, mass, d_h[o])
-            store(row_of(d_retrieved[o], t, width, like), row)
-        keep = np.float32(1)
+                slopes[o] = d_score * norms[o]
+                add(d_queries[o], slopes[o], live[key[o]])
+        keep, taken, kept = np.float32(1), np.float32(0), np.float32(0)
         if len(rho) > 0:
-            whole, projected = inverse_rms(live, eps), project(live, rho[0])
-            keep = sigmoid(rho_scale[0] * whole * projected + rho_bias[0])
+            square, product = _project(live, rho[0])
+            whole = inverse_norm(square, live.size, eps)
+            keep = sigmoid(rho_scale[0] * whole * product + rho_bias[0])
             d_keep = np.float32(0)
             for k in range(count):
                 own, other = coefficients[k, 0, t], coefficients[k, 1, t]
                 d_keep += (d_left[k, 0, t] - d_left[k, 1, t]) * (own - other)
             dz = d_keep * keep * (1 - keep)
-            ds, dm = gate_backward(dz, rho_scale[0], whole, projected, live, rho[0], d_live, d_rho[0])
-            d_rho_scale[0] += ds
             d_rho_bias[0] += dz
-            norm_backward(dm, whole, live, d_live)
-        for k in range(count):
-            if len(d_coefficients) > 0:
-                load(row, row_of(updates[k], t, width, like))
-                for j in range(streams):
-                    carried = keep * d_left[k, j, t] + (1 - keep) * d_left[k, 1 - j, t]
-                    d_coefficients[k, j, t] = carried + dot(row, d_live[j])
-            row[:] = 0
+            taken, ds, dm = gate_backward(dz, rho_scale[0], whole, product)
+            d_rho_scale[0] += ds
+            kept = norm_backward(dm, whole, live.size)
+            for j in range(2):
+                add(d_rho[0, j], taken, live[j])
+        if count > 0:
             for j in range(streams):
-                add(row, coefficients[k, j, t], d_live[j])
-            store(row_of(d_updates[k], t, width, like), row)
+                own = kept
+                for o in range(outputs):
+                    valued[o] = rests[o] if value[o] == j else 0
+                    keyed[o] = slopes[o] if key[o] == j else 0
+                    own -= keyed[o] * scores[o] * norms[o] / width
+                gate = rho[0, j] if len(rho) > 0 else live[j]
+                sum_of_six(
+                    d_live[j],
+                    (valued[0], valued[1], keyed[0], keyed[1], own, taken),
+                    (d_h[0], d_h[outputs - 1], queries[0], queries[outputs - 1], live[j], gate),
+                )
+        for k in range(count):
+            other = coefficients[k, streams - 1, t] if streams > 1 else np.float32(0)
+            blend(row_of(d_updates[k], t, width, like), coefficients[k, 0, t], d_live[0], other, d_live[streams - 1])
+            if len(d_coefficients) > 0:
+                products = two_dots(d_live[0], d_live[1], row_of(updates[k], t, width, like))
+                for j in range(2):
+                    carried = keep * d_left[k, j, t] + (1 - keep) * d_left[k, 1 - j, t]
+                    d_coefficients[k, j, t] = carried + products[j]

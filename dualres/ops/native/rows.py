@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from dualres.ops.native.streams import OPTIONS, number
+from dualres.ops.native.streams import OPTIONS, number, rounded
 
 
 @njit(**OPTIONS)
@@ -21,11 +21,12 @@ def dot(a: Any, b: Any) -> Any:
 
 @njit(**OPTIONS)
 def two_dots(a: Any, b: Any, row: Any) -> Any:
-    """a · row and b · row, reading the row once."""
+    """a · row and b · row, reading the row once; b and the row may be a stream's."""
     first, second = np.float32(0), np.float32(0)
     for d in range(len(row)):
-        first += a[d] * row[d]
-        second += b[d] * row[d]
+        x = number(row[d])
+        first += a[d] * x
+        second += number(b[d]) * x
     return first, second
 
 
@@ -43,10 +44,69 @@ def load_with_dots(into: Any, row: Any, a: Any, b: Any) -> Any:
 
 
 @njit(**OPTIONS)
+def blend(into: Any, own: Any, row: Any, rest: Any, other: Any) -> Any:
+    """into = own · row + rest · other, and its square; `into` and the row may be a stream's. -> 1"""
+    square = np.float32(0)
+    for d in range(len(into)):
+        x = own * number(row[d]) + rest * other[d]
+        into[d] = rounded(x, into)
+        square += x * x
+    return square
+
+
+@njit(**OPTIONS)
+def blend_with_dots(into: Any, own: Any, row: Any, rest: Any, other: Any, four: Any) -> Any:
+    """`blend`, its square and its products with four rows, in one pass. -> 5 numbers"""
+    a, b, c, e = four
+    square, one, two = np.float32(0), np.float32(0), np.float32(0)
+    three, last = np.float32(0), np.float32(0)
+    for d in range(len(into)):
+        x = own * number(row[d]) + rest * other[d]
+        into[d] = x
+        square += x * x
+        one += a[d] * x
+        two += b[d] * x
+        three += c[d] * x
+        last += e[d] * x
+    return square, one, two, three, last
+
+
+@njit(**OPTIONS)
 def add(total: Any, weight: Any, row: Any) -> None:
-    """total += weight · row"""
+    """total += weight · row, which may be a stream's"""
     for d in range(len(row)):
-        total[d] += weight * row[d]
+        total[d] += weight * number(row[d])
+
+
+@njit(**OPTIONS)
+def add_to_two(total: Any, other: Any, weight: Any, another: Any, row: Any) -> None:
+    """`add` to two totals, reading the row once."""
+    for d in range(len(row)):
+        x = number(row[d])
+        total[d] += weight * x
+        other[d] += another * x
+
+
+@njit(**OPTIONS)
+def add_to_four(four: Any, weights: Any, row: Any) -> None:
+    """`add` to four totals, reading the row once."""
+    a, b, c, e = four
+    wa, wb, wc, we = weights
+    for d in range(len(row)):
+        x = row[d]
+        a[d] += wa * x
+        b[d] += wb * x
+        c[d] += wc * x
+        e[d] += we * x
+
+
+@njit(**OPTIONS)
+def sum_of_six(total: Any, weights: Any, rows: Any) -> None:
+    """total = Σ_n weights[n] · rows[n] (D,), 6 × 1, 6 × (D,)"""
+    a, b, c, e, f, g = rows
+    wa, wb, wc, we, wf, wg = weights
+    for d in range(len(total)):
+        total[d] = (wa * a[d] + wb * b[d]) + (wc * c[d] + we * e[d]) + (wf * f[d] + wg * g[d])
 
 
 @njit(**OPTIONS)
@@ -115,36 +175,37 @@ def sum_chosen_for_two(totals: Any, own: Any, rows: Any, weights: Any, bank: Any
 
 @njit(**OPTIONS)
 def scaled(total: Any, weight: Any, row: Any) -> None:
-    """total = weight · row"""
+    """total, which may be a stream's, = weight · row"""
     for d in range(len(total)):
-        total[d] = weight * row[d]
+        total[d] = rounded(weight * row[d], total)
 
 
 @njit(**OPTIONS)
-def inverse_rms(rows: Any, eps: float) -> Any:
-    """1 / √(mean x² + eps) of all rows together. (·,D) -> 1"""
-    total = np.float32(0)
-    for n in range(len(rows)):
-        total += dot(rows[n], rows[n])
-    return np.float32(1 / math.sqrt(total / rows.size + eps))
+def inverse_norm(square: Any, size: int, eps: float) -> Any:
+    """1 / √(mean x² + eps) of `size` numbers with that square."""
+    return np.float32(1 / math.sqrt(square / size + eps))
 
 
 @njit(**OPTIONS)
-def normalise(row: Any, weight: Any, eps: float) -> None:
-    """The norm of the branch, in place. (D,), (D,)"""
-    factor = np.float32(1 / math.sqrt(dot(row, row) / len(row) + eps))
+def normalise(row: Any, weight: Any, square: Any, eps: float) -> None:
+    """The norm of the branch, in place, of a row whose square is known. (D,), (D,), 1"""
+    factor = inverse_norm(square, len(row), eps)
     for d in range(len(row)):
         row[d] *= factor * weight[d]
 
 
 @njit(**OPTIONS)
-def normalise_backward(given: Any, row: Any, weight: Any, eps: float, d_weight: Any) -> None:
-    """Turns the gradient of what `normalise` made of the row into the row's; adds to the weight's. 3 × (D,), 1, (D,)"""
-    factor = np.float32(1 / math.sqrt(dot(row, row) / len(row) + eps))
+def normalise_backward(given: Any, row: Any, weight: Any, square: Any, eps: float, d_weight: Any) -> None:
+    """Turns the gradient of what `normalise` made of the row into the row's; adds to the weight's.
+
+    3 × (D,), 1, 1, (D,)
+    """
+    factor = inverse_norm(square, len(row), eps)
+    product = np.float32(0)
     for d in range(len(row)):
-        d_weight[d] += given[d] * row[d] * factor
+        x = given[d] * row[d]
+        d_weight[d] += factor * x
+        product += weight[d] * x
+    shrink = factor * factor * factor * product / len(row)
     for d in range(len(row)):
-        given[d] *= weight[d]
-    shrink = factor * factor * factor * dot(given, row) / len(row)
-    for d in range(len(row)):
-        given[d] = factor * given[d] - shrink * row[d]
+        given[d] = factor * weight[d] * given[d] - shrink * row[d]

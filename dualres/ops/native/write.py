@@ -31,9 +31,9 @@ def write(updates: list[Tensor], coefficients: Tensor) -> Tensor:
 
 @njit(**OPTIONS)
 def _forward(first: int, last: int, updates: Any, coefficients: Any, live: Any, width: int, like: Any) -> None:
-    row, sums = np.empty(width, np.float32), np.empty((len(live), width), np.float32)
+    sums = np.empty((len(live), width), np.float32)
     for t in range(first, last):
-        live_streams(sums, updates, coefficients, t, row, like)
+        live_streams(sums, updates, coefficients, t, like)
         for j in range(len(live)):
             store(row_of(live[j], t, width, like), sums[j])
 
