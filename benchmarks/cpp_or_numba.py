@@ -17,12 +17,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from heap import keep_freed_memory
 from torch import Tensor
 from torch.utils.cpp_extension import load_inline
 
 from dualres.ops import native
 from dualres.table import table
+from dualres.train.heap import keep_freed_memory
 
 KEY, VALUE, EPS = [1, 0], [0, 1], 1e-6
 SOURCE = r"""

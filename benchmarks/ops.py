@@ -20,7 +20,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from heap import keep_freed_memory
 from torch import Tensor
 
 from dualres import ops
@@ -28,6 +27,7 @@ from dualres.ops import choice, reference
 from dualres.ops.reference import GateParameters, Norm
 from dualres.residual.route import DUAL, SINGLE
 from dualres.table import table
+from dualres.train.heap import keep_freed_memory
 
 EPS = 1e-6
 WARM_UP = 3  # rounds in which kernels are compiled and the heap finds its size

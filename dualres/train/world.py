@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from dualres.train.errors import TrainError
+from dualres.train.heap import keep_freed_memory
 
 T = TypeVar("T")
 VARIABLES = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0}  # set by torchrun, with what one process has
@@ -92,6 +93,8 @@ def join_world(device: str | None = None) -> Iterator[World]:
                 "with torchrun --nproc-per-node, or train on the CPU with --device cpu"
             )
         torch.cuda.set_device(place)
+    else:
+        keep_freed_memory()
     if size == 1:
         yield World(0, 1, place, None, None)
         return
