@@ -252,4 +252,5 @@ def _parameter(name: str, parameter: Tensor, shape: Sequence[int], like: Tensor)
             f"{name} of shape {tuple(parameter.shape)} on {parameter.device} does not fit streams of width "
             f"{like.shape[-1]} on {like.device}: it must have the shape {tuple(shape)} there"
         )
-    return parameter.to(torch.float32).contiguous()
+    fits = parameter.dtype is torch.float32 and parameter.is_contiguous()
+    return parameter if fits else parameter.to(torch.float32).contiguous()

@@ -5,6 +5,7 @@ between the search for their weights and their sum.
 """
 # N tokens  D width  J stored streams  O output streams  R history  U query sets  M = U·O queries
 
+import functools
 import math
 from typing import Any
 
@@ -31,6 +32,7 @@ from dualres.ops.native.streams import (
     row_of,
     streams_of,
     target,
+    tokenwise,
 )
 from dualres.ops.native.threads import parts, share
 
@@ -46,21 +48,22 @@ def prefix(history: list[Tensor], queries: Tensor, key: list[int], value: list[i
     arguments = (
         streams_of(history),
         array(queries.flatten(0, 1)),
-        by_stream(key, len(state), sets),
+        by_stream(tuple(key), len(state), sets),
         np.array(value * sets),
-        in_pairs(value, sets),
+        in_pairs(tuple(value), sets),
         eps,
         streams_of(retrieved).ravel(),
         streams_of(partition).ravel(),
-        array(logits.flatten(3).flatten(1, 2)),
-        array(norms.flatten(2)),
+        tokenwise(logits.flatten(1, 2)),
+        tokenwise(norms),
         LIKE[state.dtype],
     )
     share(lambda part, first, last: _forward(first, last, *arguments), tokens)
     return [*retrieved, *partition, logits, norms]
 
 
-def by_stream(chosen: list[int], streams: int, sets: int) -> "np.ndarray[Any, np.dtype[np.int64]]":
+@functools.cache
+def by_stream(chosen: tuple[int, ...], streams: int, sets: int) -> "np.ndarray[Any, np.dtype[np.int64]]":
     """The queries m whose output stream has chosen stored stream j; −1 fills the rows. -> (J,M+2)"""
     table = np.full((streams, sets * len(chosen) + 2), -1)
     for j in range(streams):
@@ -69,7 +72,8 @@ def by_stream(chosen: list[int], streams: int, sets: int) -> "np.ndarray[Any, np
     return table
 
 
-def in_pairs(chosen: list[int], sets: int) -> "np.ndarray[Any, np.dtype[np.int64]]":
+@functools.cache
+def in_pairs(chosen: tuple[int, ...], sets: int) -> "np.ndarray[Any, np.dtype[np.int64]]":
     """The queries m two by two that have chosen the same stored stream; −1 beside one that is left over. -> (·,2)"""
     pairs = []
     for stream in sorted(set(chosen)):
@@ -168,12 +172,12 @@ def prefix_backward(
         streams_of(history),
         array(queries.flatten(0, 1)),
         streams_of(partition).ravel(),
-        array(logits.flatten(3).flatten(1, 2)),
-        array(norms.flatten(2)),
+        tokenwise(logits.flatten(1, 2)),
+        tokenwise(norms),
         np.array(key * sets),
-        in_pairs(key, sets),
-        by_stream(value, len(state), sets),
-        terms_of_states(key, value, len(state), sets),
+        in_pairs(tuple(key), sets),
+        by_stream(tuple(value), len(state), sets),
+        terms_of_states(tuple(key), tuple(value), len(state), sets),
         streams_of(d_history),
         LIKE[state.dtype],
     )
@@ -181,7 +185,10 @@ def prefix_backward(
     return [*d_history, d_queries.sum(0)]
 
 
-def terms_of_states(key: list[int], value: list[int], streams: int, sets: int) -> "np.ndarray[Any, np.dtype[np.int64]]":
+@functools.cache
+def terms_of_states(
+    key: tuple[int, ...], value: tuple[int, ...], streams: int, sets: int
+) -> "np.ndarray[Any, np.dtype[np.int64]]":
     """The rows of the bank that make the gradient of stored stream j, filled to fours with the zero row. -> (J,·)"""
     asked = sets * len(key)
     own = [

@@ -23,7 +23,7 @@ from dualres.ops.native.rows import (
     sum_of_six,
     two_dots,
 )
-from dualres.ops.native.streams import LIKE, OPTIONS, array, begins, finish, load, row_of, streams_of, target
+from dualres.ops.native.streams import LIKE, OPTIONS, array, begins, finish, load, row_of, streams_of, target, tokenwise
 from dualres.ops.native.threads import parts, share
 
 ABSENT = {size: np.empty((0,) * size, np.float32) for size in (1, 2, 3)}
@@ -34,7 +34,7 @@ def read(given: ReadInputs) -> tuple[Tensor, Tensor]:
     partition = given.partition
     h = torch.empty_like(given.retrieved[0])
     left = partition.new_empty(len(given.updates) + 1, *partition.shape) if given.gates else partition.new_empty(0)
-    inputs, after = _arrays(given), array(left.flatten(2)) if given.gates else ABSENT[3]
+    inputs, after = _arrays(given), tokenwise(left) if given.gates else ABSENT[3]
     share(lambda part, first, last: _forward(first, last, inputs, h.data_ptr(), after), partition[0].numel())
     return h, left
 
@@ -43,9 +43,9 @@ def _arrays(given: ReadInputs) -> tuple[Any, ...]:
     """The inputs as compiled code takes them; what is absent is an array of no elements."""
     return (
         streams_of([given.retrieved])[0],
-        array(given.partition.flatten(1)),
+        tokenwise(given.partition),
         begins(given.updates),
-        ABSENT[3] if given.coefficients is None else array(given.coefficients.flatten(2)),
+        ABSENT[3] if given.coefficients is None else tokenwise(given.coefficients),
         ABSENT[2] if given.queries is None else array(given.queries),
         np.array(given.key),
         np.array(given.value),
@@ -193,11 +193,11 @@ def read_backward(d_h: Tensor, d_left: Tensor, given: ReadInputs) -> list[Tensor
     partial = [parameter.new_zeros(parts(tokens), *parameter.shape) for parameter in present]
     rows = (
         d_h.data_ptr(),
-        array(d_left.flatten(2)) if given.gates else ABSENT[3],
+        tokenwise(d_left) if given.gates else ABSENT[3],
         streams_of([d_retrieved])[0],
-        array(d_partition.flatten(1)),
+        tokenwise(d_partition),
         begins(d_updates),
-        ABSENT[3] if d_coefficients is None else array(d_coefficients.flatten(2)),
+        ABSENT[3] if d_coefficients is None else tokenwise(d_coefficients),
     )
 
     def work(part: int, first: int, last: int) -> None:

@@ -5,6 +5,8 @@ for bfloat16, int16 for float16.
 """
 # D width
 
+import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -43,28 +45,35 @@ def begins(tensors: Sequence[Tensor]) -> "np.ndarray[Any, np.dtype[np.int64]]":
 def streams_of(tensors: Sequence[Tensor]) -> "np.ndarray[Any, np.dtype[np.int64]]":
     """Where each stream of each tensor begins. n × (J,B,T,D) -> (n,J)"""
     first = tensors[0]
-    return begins(tensors)[:, None] + first.stride(0) * first.element_size() * np.arange(len(first))
+    step, streams = first.stride(0) * first.element_size(), range(len(first))
+    return np.array([[begin + step * j for j in streams] for begin in map(Tensor.data_ptr, tensors)], np.int64)
 
 
 class Seen:
-    """A tensor as numpy finds it."""
+    """Floats at an address, as numpy finds them."""
 
-    def __init__(self, tensor: Tensor):
-        self.tensor = tensor  # an array keeps what it was made of
-        self.__array_interface__ = {
-            "data": (tensor.data_ptr(), False),
-            "shape": tuple(tensor.shape),
-            "typestr": "<f4",
-            "version": 3,
-        }
+    def __init__(self, address: int, shape: tuple[int, ...]):
+        self.__array_interface__ = {"data": (address, False), "shape": shape, "typestr": "<f4", "version": 3}
+
+
+@functools.lru_cache(maxsize=4096)
+def floats(address: int, shape: tuple[int, ...]) -> "np.ndarray[Any, np.dtype[np.float32]]":
+    """What is at an address, as an array, which knows nothing of the tensor there and does not keep it."""
+    return np.asarray(Seen(address, tuple(shape))) if math.prod(shape) else np.empty(tuple(shape), np.float32)
 
 
 def array(tensor: Tensor) -> "np.ndarray[Any, np.dtype[np.float32]]":
-    """A contiguous float32 tensor as an array.
+    """A contiguous float32 tensor, which must outlive it, as an array.
 
     `Tensor.numpy` would make its storage unresizable for ever, and FSDP2 frees a parameter by resizing.
     """
-    return np.asarray(Seen(tensor)) if tensor.numel() else np.empty(tuple(tensor.shape), np.float32)
+    return floats(tensor.data_ptr(), tensor.shape)
+
+
+def tokenwise(tensor: Tensor) -> "np.ndarray[Any, np.dtype[np.float32]]":
+    """`array`, of one number per token. (…,B,T) -> (…,N)"""
+    *others, batch, tokens = tensor.shape
+    return floats(tensor.data_ptr(), (*others, batch * tokens))
 
 
 @intrinsic

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dualres.ops.native.read import live_streams
 from dualres.ops.native.rows import add, dot
-from dualres.ops.native.streams import LIKE, OPTIONS, array, begins, load, row_of, store, streams_of
+from dualres.ops.native.streams import LIKE, OPTIONS, begins, load, row_of, store, streams_of, tokenwise
 from dualres.ops.native.threads import share
 
 
@@ -20,7 +20,7 @@ def write(updates: list[Tensor], coefficients: Tensor) -> Tensor:
     live = first_update.new_empty(coefficients.shape[1], *first_update.shape)
     arguments = (
         begins(updates),
-        array(coefficients.flatten(2)),
+        tokenwise(coefficients),
         streams_of([live])[0],
         first_update.shape[-1],
         LIKE[live.dtype],
@@ -46,9 +46,9 @@ def write_backward(d_live: Tensor, updates: list[Tensor], coefficients: Tensor) 
     arguments = (
         streams_of([d_live])[0],
         begins(updates),
-        array(coefficients.flatten(2)),
+        tokenwise(coefficients),
         begins(d_updates),
-        array(d_coefficients.flatten(2)),
+        tokenwise(d_coefficients),
         d_live.shape[-1],
         LIKE[d_live.dtype],
     )
