@@ -180,6 +180,9 @@ def _read(
     outputs = len(key)
     if len(retrieved) != outputs:
         raise ValueError(f"the route has {outputs} output streams, and {len(retrieved)} are retrieved")
+    streams = outputs if coefficients is None else coefficients.shape[1]
+    if streams > 2 or (gates and (streams, outputs) != (2, 2)):
+        raise ValueError(f"a read is of one or two streams, with gates of two, but {streams} make {outputs}")
     if updates:
         if coefficients is None or queries is None:
             raise ValueError("a read with a live state needs the coefficients of its updates, and queries")

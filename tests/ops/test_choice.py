@@ -262,6 +262,10 @@ def test_inputs_that_do_not_fit_are_refused_by_name():
     query = torch.randn(2, WIDTH)
     with pytest.raises(ValueError, match="2 gates are given where 3 are needed"):
         ops.gated_read(stored, partition, rows, weights, query, (alpha, beta), route.DUAL, 1e-6, None)
+    with pytest.raises(ValueError, match="with gates of two, but 1 make 1"):
+        ops.gated_read(stored[:1], partition[:1], (), None, None, (alpha, beta), route.SINGLE, 1e-6, None)
+    with pytest.raises(ValueError, match="one or two streams, with gates of two, but 3 make 1"):
+        ops.read(stored[:1], partition[:1], rows, torch.randn(3, 3, *TOKENS), query[:1], route.SINGLE, 1e-6, None)
     with pytest.raises(ValueError, match="needs the coefficients of its updates, and queries"):
         ops.gated_read(stored, partition, rows, weights, None, (alpha, beta), route.DUAL, 1e-6, None)
     with pytest.raises(ValueError, match="takes its coefficients for constants"):

@@ -23,7 +23,7 @@ with join_world("cpu"):
         del several
     print(faults() - before)
     sums = []
-    apart = threading.Thread(target=lambda: sums.append(torch.ones(200, 2**20).sum().item()))
+    apart = threading.Thread(target=lambda: sums.append(torch.ones(200, 2**20, dtype=torch.uint8).sum().item()))
     apart.start()
     apart.join()
     print(sums == [200 * 2**20])
@@ -42,11 +42,11 @@ def run(**environment: str) -> tuple[int, bool]:
 
 def test_memory_that_was_freed_is_had_again_without_new_pages():
     pages, works = run()
-    assert pages < 100
+    assert pages < 20
     assert works
 
 
 def test_the_settings_of_a_user_stay():
     pages, works = run(MALLOC_TOP_PAD_="0")
-    assert pages > 50 * 2**20 / 4096
+    assert pages > 50  # 211 MiB, also where a page has 2
     assert works

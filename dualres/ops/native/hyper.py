@@ -10,7 +10,7 @@ from numba import njit
 from torch import Tensor
 
 from dualres.ops.inputs import HyperInputs
-from dualres.ops.native.read import ABSENT, live_streams, sigmoid
+from dualres.ops.native.read import ABSENT, live_streams, norm_backward, sigmoid
 from dualres.ops.native.rows import (
     add,
     add_rows,
@@ -19,6 +19,7 @@ from dualres.ops.native.rows import (
     inverse_norm,
     normalise,
     normalise_backward,
+    scaled,
     two_dots,
 )
 from dualres.ops.native.streams import LIKE, OPTIONS, array, begins, load, row_of, store, tokenwise
@@ -238,20 +239,18 @@ def _backward(first: int, last: int, inputs: Any, rows: Any, d_gates: Any, d_nor
             d_mixing_scale[0] += dz * scale * projected[2 * size + g]
             de[2 * size + g] = dz * mixing_scale[0] * scale
             d_scale += dz * mixing_scale[0] * projected[2 * size + g]
-        factor = -d_scale * scale * scale * scale / len(streams)
-        for d in range(len(streams)):
-            d_streams[d] = factor * streams[d]
+        scaled(d_streams, norm_backward(d_scale, scale, len(streams)), streams)
         add_rows(d_streams, de[:size], pre)
         add_rows(d_streams, de[size : 2 * size], post)
         add_rows(d_streams, de[2 * size :], mixing)
         for j in range(size):
             add(d_live[j], opened[j], given)
             add_to_two(d_pre[j], d_post[j], de[j], de[size + j], streams)
-        mixed = de[2 * size :]
+        d_mixed = de[2 * size :]
         for g in range(0, size * size - 1, 2):
-            add_to_two(d_mixing[g], d_mixing[g + 1], mixed[g], mixed[g + 1], streams)
+            add_to_two(d_mixing[g], d_mixing[g + 1], d_mixed[g], d_mixed[g + 1], streams)
         if size % 2 == 1:
-            add(d_mixing[size * size - 1], mixed[size * size - 1], streams)
+            add(d_mixing[size * size - 1], d_mixed[size * size - 1], streams)
         for k in range(count):
             load(row, row_of(updates[k], t, width, like))
             for j in range(size):

@@ -154,7 +154,7 @@ def _forward(first: int, last: int, inputs: Any, output: int, left: Any) -> None
     live = np.zeros((streams if count > 0 else 2, width), np.float32)  # nothing written: zeros, with λ = 1
     h, mixed = np.empty((outputs, width), np.float32), np.empty(width, np.float32)
     scores, norms, masses, rests = np.empty((4, outputs), np.float32)
-    projected = np.empty(4, np.float32)
+    projected, opened = np.empty(4, np.float32), np.empty(2, np.float32)
     for t in range(first, last):
         row = row_of(output, t, width, like)
         result = target(row, mixed)
@@ -166,11 +166,11 @@ def _forward(first: int, last: int, inputs: Any, output: int, left: Any) -> None
             scale = inverse_norm(square, h.size, eps)
             for o in range(2):
                 left[count, o, t] = 2 * sigmoid(beta_scale[0] * scale * projected[2 + o] + beta_bias[o])
-                projected[o] = sigmoid(alpha_scale[0] * scale * projected[o] + alpha_bias[o])
-            square = blend(result, projected[0], h[0], projected[1], h[1])
+                opened[o] = sigmoid(alpha_scale[0] * scale * projected[o] + alpha_bias[o])
+            square = blend(result, opened[0], h[0], opened[1], h[1])
         else:
-            own = row_of(retrieved[0], t, width, like)
-            square = blend(result, masses[0], own, rests[0], live[value[0]])
+            found = row_of(retrieved[0], t, width, like)
+            square = blend(result, masses[0], found, rests[0], live[value[0]])
         if len(rho) > 0:
             whole, product = _project(live, rho[0])
             keep = sigmoid(rho_scale[0] * inverse_norm(whole, live.size, eps) * product + rho_bias[0])
@@ -216,13 +216,13 @@ def read_backward(d_h: Tensor, d_left: Tensor, given: ReadInputs) -> list[Tensor
 @njit(**OPTIONS)
 def gate_backward(dz: Any, scale: Any, norm: Any, projected: Any) -> Any:
     """Of z = scale · norm · e + bias with e = Σ_j x^j·W^j: the gradients of e, of the scale and of the norm."""
-    return dz * scale * norm, dz * norm * projected, dz * scale * projected
+    return np.float32(dz * scale * norm), dz * norm * projected, dz * scale * projected
 
 
 @njit(**OPTIONS)
 def norm_backward(d_norm: Any, norm: Any, size: int) -> Any:
     """Of norm = 1 / √(mean x² + eps) over `size` numbers: what, times x, is the gradient of x."""
-    return -d_norm * norm * norm * norm / size
+    return np.float32(-d_norm * norm * norm * norm / size)
 
 
 @njit(**OPTIONS)
@@ -273,16 +273,16 @@ def _backward(first: int, last: int, inputs: Any, rows: Any, d_queries: Any, d_g
                 factors, four = (opened[o], shrink, a, b, c, e), (alpha[0, o], alpha[1, o], beta[0, o], beta[1, o])
                 sum_of_six(d_h[o], factors, (given, h[o], *four))
         else:
-            own = row_of(retrieved[0], t, width, like)
-            square = blend(h[0], masses[0], own, rests[0], live[value[0]])
+            found = row_of(retrieved[0], t, width, like)
+            square = blend(h[0], masses[0], found, rests[0], live[value[0]])
             if len(norm) > 0:
                 normalise_backward(given, h[0], norm, square, norm_eps, d_norm)
             d_h[0] = given
         for o in range(outputs):
             scaled(row_of(d_retrieved[o], t, width, like), masses[o], d_h[o])
             if count > 0:
-                own, other = two_dots(live[value[o]], row_of(retrieved[o], t, width, like), d_h[o])
-                d_score = (own - other) * masses[o] * rests[o]
+                by_live, by_found = two_dots(live[value[o]], row_of(retrieved[o], t, width, like), d_h[o])
+                d_score = (by_live - by_found) * masses[o] * rests[o]
                 d_partition[o, t] = -d_score
                 slopes[o] = d_score * norms[o]
                 add(d_queries[o], slopes[o], live[key[o]])
@@ -293,8 +293,7 @@ def _backward(first: int, last: int, inputs: Any, rows: Any, d_queries: Any, d_g
             keep = sigmoid(rho_scale[0] * whole * product + rho_bias[0])
             d_keep = np.float32(0)
             for k in range(count):
-                own, other = coefficients[k, 0, t], coefficients[k, 1, t]
-                d_keep += (d_left[k, 0, t] - d_left[k, 1, t]) * (own - other)
+                d_keep += (d_left[k, 0, t] - d_left[k, 1, t]) * (coefficients[k, 0, t] - coefficients[k, 1, t])
             dz = d_keep * keep * (1 - keep)
             d_rho_bias[0] += dz
             taken, ds, dm = gate_backward(dz, rho_scale[0], whole, product)
@@ -304,15 +303,15 @@ def _backward(first: int, last: int, inputs: Any, rows: Any, d_queries: Any, d_g
                 add(d_rho[0, j], taken, live[j])
         if count > 0:
             for j in range(streams):
-                own = kept
+                itself = kept
                 for o in range(outputs):
                     valued[o] = rests[o] if value[o] == j else 0
                     keyed[o] = slopes[o] if key[o] == j else 0
-                    own -= keyed[o] * scores[o] * norms[o] / width
+                    itself -= np.float32(keyed[o] * scores[o] * norms[o] / width)
                 gate = rho[0, j] if len(rho) > 0 else live[j]
                 sum_of_six(
                     d_live[j],
-                    (valued[0], valued[1], keyed[0], keyed[1], own, taken),
+                    (valued[0], valued[1], keyed[0], keyed[1], itself, taken),
                     (d_h[0], d_h[outputs - 1], queries[0], queries[outputs - 1], live[j], gate),
                 )
         for k in range(count):

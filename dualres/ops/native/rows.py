@@ -206,6 +206,6 @@ def normalise_backward(given: Any, row: Any, weight: Any, square: Any, eps: floa
         x = given[d] * row[d]
         d_weight[d] += factor * x
         product += weight[d] * x
-    shrink = factor * factor * factor * product / len(row)
+    shrink = np.float32(factor * factor * factor * product / len(row))
     for d in range(len(row)):
         given[d] = factor * weight[d] * given[d] - shrink * row[d]
