@@ -108,20 +108,26 @@ def _weigh(
 
 
 @njit(**OPTIONS)
-def _merge_and_project(
+def _merge_and_gate(
     t: int,
     retrieved: Any,
     live: Any,
     value: Any,
     masses: Any,
     rests: Any,
-    alpha: Any,
-    beta: Any,
+    gates: Any,
+    eps: float,
     like: Any,
     h: Any,
     projected: Any,
+    opened: Any,
+    written: Any,
 ) -> Any:
-    """h^o = λ h̃^o + (1 − λ) P^value, and Σ_o h^o·W^o of the two α and the two β. (2,D), (4,) -> Σ h²"""
+    """h^o = λ h̃^o + (1 − λ) P^value, then α and β of them; keeps their projections Σ_o h^o·W^o.
+
+    (2,D), (4,), (2,), (2,) -> the inverse norm of [h⁰; h¹]
+    """
+    alpha, alpha_scale, alpha_bias, beta, beta_scale, beta_bias, _, _, _ = gates
     total = np.float32(0)
     projected[:] = 0
     for o in range(2):
@@ -132,7 +138,11 @@ def _merge_and_project(
         projected[1] += b
         projected[2] += c
         projected[3] += e
-    return total
+    scale = inverse_norm(total, h.size, eps)
+    for o in range(2):
+        opened[o] = sigmoid(alpha_scale[0] * scale * projected[o] + alpha_bias[o])
+        written[o] = 2 * sigmoid(beta_scale[0] * scale * projected[2 + o] + beta_bias[o])
+    return scale
 
 
 @njit(**OPTIONS)
@@ -149,7 +159,7 @@ def _project(streams: Any, weight: Any) -> Any:
 @njit(**OPTIONS)
 def _forward(first: int, last: int, inputs: Any, output: int, left: Any) -> None:
     retrieved, partition, updates, coefficients, queries, key, value, gates, norm, width, eps, norm_eps, like = inputs
-    alpha, alpha_scale, alpha_bias, beta, beta_scale, beta_bias, rho, rho_scale, rho_bias = gates
+    _, _, _, _, _, _, rho, rho_scale, rho_bias = gates
     outputs, streams, count = len(retrieved), coefficients.shape[1], len(updates)
     live = np.zeros((streams if count > 0 else 2, width), np.float32)  # nothing written: zeros, with λ = 1
     h, mixed = np.empty((outputs, width), np.float32), np.empty(width, np.float32)
@@ -161,12 +171,10 @@ def _forward(first: int, last: int, inputs: Any, output: int, left: Any) -> None
         if count > 0:
             live_streams(live, updates, coefficients, t, like)
         _weigh(t, partition, live, queries, key, eps, scores, norms, masses, rests)
-        if len(alpha) > 0:
-            square = _merge_and_project(t, retrieved, live, value, masses, rests, alpha, beta, like, h, projected)
-            scale = inverse_norm(square, h.size, eps)
-            for o in range(2):
-                left[count, o, t] = 2 * sigmoid(beta_scale[0] * scale * projected[2 + o] + beta_bias[o])
-                opened[o] = sigmoid(alpha_scale[0] * scale * projected[o] + alpha_bias[o])
+        if len(gates[0]) > 0:
+            _merge_and_gate(
+                t, retrieved, live, value, masses, rests, gates, eps, like, h, projected, opened, left[count, :, t]
+            )
             square = blend(result, opened[0], h[0], opened[1], h[1])
         else:
             found = row_of(retrieved[0], t, width, like)
@@ -228,7 +236,7 @@ def norm_backward(d_norm: Any, norm: Any, size: int) -> Any:
 @njit(**OPTIONS)
 def _backward(first: int, last: int, inputs: Any, rows: Any, d_queries: Any, d_gates: Any, d_norm: Any) -> None:
     retrieved, partition, updates, coefficients, queries, key, value, gates, norm, width, eps, norm_eps, like = inputs
-    alpha, alpha_scale, alpha_bias, beta, beta_scale, beta_bias, rho, rho_scale, rho_bias = gates
+    alpha, alpha_scale, _, beta, beta_scale, _, rho, rho_scale, rho_bias = gates
     d_output, d_left, d_retrieved, d_partition, d_updates, d_coefficients = rows
     d_alpha, d_alpha_scale, d_alpha_bias, d_beta, d_beta_scale, d_beta_bias, d_rho, d_rho_scale, d_rho_bias = d_gates
     outputs, streams, count = len(retrieved), coefficients.shape[1], len(updates)
@@ -246,11 +254,9 @@ def _backward(first: int, last: int, inputs: Any, rows: Any, d_queries: Any, d_g
             live_streams(live, updates, coefficients, t, like)
         _weigh(t, partition, live, queries, key, eps, scores, norms, masses, rests)
         if len(alpha) > 0:
-            square = _merge_and_project(t, retrieved, live, value, masses, rests, alpha, beta, like, h, projected)
-            scale = inverse_norm(square, h.size, eps)
-            for o in range(2):
-                opened[o] = sigmoid(alpha_scale[0] * scale * projected[o] + alpha_bias[o])
-                written[o] = 2 * sigmoid(beta_scale[0] * scale * projected[2 + o] + beta_bias[o])
+            scale = _merge_and_gate(
+                t, retrieved, live, value, masses, rests, gates, eps, like, h, projected, opened, written
+            )
             square = blend(mixed, opened[0], h[0], opened[1], h[1])
             if len(norm) > 0:
                 normalise_backward(given, mixed, norm, square, norm_eps, d_norm)
