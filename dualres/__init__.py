@@ -2,6 +2,7 @@
 
 from dualres.config import Config, ConfigError, ModelConfig, MoEConfig, ResidualConfig, TrainConfig
 from dualres.experiment import load_config
+from dualres.hub.register import register
 from dualres.model.block import ResidualBlock, ResidualStack, compile_blocks, recompute_blocks, residual_stack
 from dualres.model.context import KVCache, RouterReport
 from dualres.model.decoder import Decoder, build_decoder
@@ -9,6 +10,7 @@ from dualres.model.generate import generate
 from dualres.version import VERSION
 
 __version__ = VERSION
+register()
 
 __all__ = [
     "Config",

@@ -18,7 +18,16 @@ from dualres.fields import (
     settle,
 )
 
-__all__ = ["Config", "ConfigError", "MoEConfig", "ModelConfig", "ParallelConfig", "ResidualConfig", "TrainConfig"]
+__all__ = [
+    "Config",
+    "ConfigError",
+    "MoEConfig",
+    "ModelConfig",
+    "ParallelConfig",
+    "ResidualConfig",
+    "RopeScaling",
+    "TrainConfig",
+]
 
 MOST_STREAMS = 64  # a token's mixing matrix is streams × streams
 MOST_SINKHORN_STEPS = 1000
@@ -46,6 +55,39 @@ class MoEConfig:
 
 
 @dataclass(frozen=True)
+class RopeScaling:
+    """Rotary frequencies for a longer context than a model began with.
+
+    linear: every frequency divided by `factor`. llama3: those of wavelengths beyond `original_context` / `low` are, those
+    below `original_context` / `high` are not, and between the two it goes smoothly over.
+    """
+
+    kind: Literal["linear", "llama3"]
+    factor: float
+    original_context: int | None = None
+    low: float | None = None
+    high: float | None = None
+
+    def __post_init__(self) -> None:
+        settle(self, "model.rope_scaling.")
+        positive(self, "model.rope_scaling.", "factor")
+        edges = ("original_context", "low", "high")
+        for name in edges:
+            value = getattr(self, name)
+            if (value is not None) != (self.kind == "llama3"):
+                remedy = "set it" if value is None else "remove it"
+                raise ConfigError(f"model.rope_scaling.{name}={value} does not go with kind={self.kind}: {remedy}")
+        if self.kind == "llama3":
+            positive(self, "model.rope_scaling.", *edges)
+            assert self.low is not None and self.high is not None
+            if self.low >= self.high:
+                raise ConfigError(
+                    f"model.rope_scaling.low={self.low} is not below model.rope_scaling.high={self.high}: "
+                    "use low 1 and high 4"
+                )
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """The decoder without its residual pathway."""
 
@@ -62,12 +104,23 @@ class ModelConfig:
     norm_eps: float = 1e-6
     init_std: float = 0.02
     moe: MoEConfig | None = None
+    head_size: int | None = None
+    attention_bias: Literal["none", "qkv", "all"] = "none"
+    query_key_norm: bool = False
+    rope_scaling: RopeScaling | None = None
+    read_eps: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         settle(self, "model.")
         positive(self, "model.", "layers", "width", "heads", "kv_heads", "vocab_size", "context", "rope_base")
         positive(self, "model.", "norm_eps", "init_std")
-        if self.width % (2 * self.heads):
+        if self.head_size is not None:
+            positive(self, "model.", "head_size")
+            if self.head_size % 2:
+                raise ConfigError(
+                    f"model.head_size={self.head_size} is odd, and rotary positions turn pairs: use an even number"
+                )
+        elif self.width % (2 * self.heads):
             fitting = divisors(self.width // 2) if self.width % 2 == 0 else []
             remedy = f"use heads {choices(fitting)}" if fitting else "use an even width"
             raise ConfigError(
@@ -86,6 +139,14 @@ class ModelConfig:
                     f"model.embedding_width={self.embedding_width} exceeds model.width={self.width}: use at most "
                     f"{self.width}, or null for a table as wide as the model"
                 )
+        if self.read_eps is not None:
+            if len(self.read_eps) != 2 * self.layers + 1:
+                raise ConfigError(
+                    f"model.read_eps has {len(self.read_eps)} values for the inputs of {2 * self.layers} branches and "
+                    f"of the output: give {2 * self.layers + 1}, or null for model.norm_eps everywhere"
+                )
+            if min(self.read_eps) <= 0:
+                raise ConfigError(f"model.read_eps has {min(self.read_eps)}: use numbers above 0")
         if self.moe is None:
             if self.ffn_width is None:
                 raise ConfigError(
@@ -103,7 +164,11 @@ class ModelConfig:
     @property
     def head_width(self) -> int:
         """The width of one attention head."""
-        return self.width // self.heads
+        return self.head_size or self.width // self.heads
+
+    def eps_of_read(self, branch: int) -> float:
+        """The eps of the input norm of branch 0 … 2L−1; 2L is the final norm."""
+        return self.norm_eps if self.read_eps is None else self.read_eps[branch]
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,10 @@ def convert(hint: Any, value: Any, where: str) -> Any:
         return text
     if typing.get_origin(hint) is tuple:
         items = typing.get_args(hint)
-        if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != len(items):
+        listed = isinstance(value, Sequence) and not isinstance(value, str)
+        if listed and items[1:] == (...,):
+            return tuple(convert(items[0], v, where) for v in value)
+        if not listed or len(value) != len(items):
             raise ConfigError(f"{where}={value!r} is not a list of {len(items)} numbers: write [0.9, 0.95]")
         return tuple(convert(h, v, where) for h, v in zip(items, value, strict=True))
     if hint in (bool, str) and isinstance(value, hint):

@@ -100,6 +100,15 @@ class ResidualStack(nn.Module):
         """The blocks, from the embedding up."""
         return iter(cast(Sequence[ResidualBlock], self.blocks))
 
+    def start_divisors(self) -> list[float]:
+        """By what the standard residual's state is divided, at the zero start, in every branch's input and the output.
+
+        -> one per branch, then the output's. With eps / divisor² the norms give what they give the standard residual.
+        """
+        inside = [block.pathway.start_divisor(i) for block in self for i in range(len(block.branches))]
+        readout = cast(Any, self.readout)
+        return [*inside, readout.start_divisor(self.streams, 1 + len(self.blocks))]
+
     def forward(self, embedding: Tensor, **context: Any) -> Tensor:
         """(B,T,D) -> (B,T,D); `context` goes to every branch as it is."""
         history = embed(embedding, self.streams)

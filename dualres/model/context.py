@@ -1,10 +1,13 @@
 """What all branches of one forward pass share: positions, mask, cache, and where the router reports."""
 # B batch  T tokens  P past and present tokens  H head width
 
-from typing import Protocol
+import math
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
+
+from dualres.config import ModelConfig
 
 
 class Cache(Protocol):
@@ -72,17 +75,32 @@ class Context:
     ):
         self.cosine = cosine  # (B or 1,1,T,H)
         self.sine = sine  # (B or 1,1,T,H)
-        self.mask = mask  # (B or 1,1,T,P), True where a token may look; None: causal, nothing cached
+        self.mask = mask  # (B or 1,1,T,P), True where a token may look; None: causal, nothing cached unless T is 1
         self.cache = cache
         self.report = report
 
 
-def rotary_tables(positions: Tensor, head_width: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of every position and frequency. (B or 1,T) -> two of (B or 1,1,T,H)"""
-    exponents = torch.arange(0, head_width, 2, dtype=dtype, device=positions.device) / head_width
-    angles = positions[:, None, :, None].to(dtype) * base**-exponents
+def rotary_tables(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of every position and frequency. (B or 1,T), (H/2) -> two of (B or 1,1,T,H)"""
+    angles = positions[:, None, :, None].to(frequencies.dtype) * frequencies
     angles = torch.cat([angles, angles], -1)
     return angles.cos(), angles.sin()
+
+
+def rotary_frequencies(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """base^(−2i/H) of the H/2 planes of a head, scaled for a longer context where the model says so. -> (H/2)"""
+    exponents = torch.arange(0, model.head_width, 2, dtype=dtype, device=device) / model.head_width
+    frequencies = 1.0 / model.rope_base**exponents
+    scaling = model.rope_scaling
+    if scaling is None:
+        return frequencies
+    slowed = frequencies / scaling.factor
+    if scaling.kind == "linear":
+        return slowed
+    low, high = cast(float, scaling.low), cast(float, scaling.high)  # RopeScaling has checked
+    waves_in_context = cast(int, scaling.original_context) * frequencies / (2 * math.pi)
+    kept = ((waves_in_context - low) / (high - low)).clamp(0, 1)
+    return (1 - kept) * slowed + kept * frequencies
 
 
 def attention_mask(

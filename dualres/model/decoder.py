@@ -11,7 +11,7 @@ from torch.nn.functional import linear
 from dualres.config import ModelConfig, ResidualConfig
 from dualres.model.attention import Attention
 from dualres.model.block import NormedBranch, residual_stack
-from dualres.model.context import Cache, Context, RouterReport, attention_mask, rotary_tables
+from dualres.model.context import Cache, Context, RouterReport, attention_mask, rotary_frequencies, rotary_tables
 from dualres.model.feedforward import FeedForward
 from dualres.model.moe import MoE
 
@@ -62,7 +62,7 @@ class Decoder(nn.Module):
         )
         branches = [branch for layer in range(model.layers) for branch in layer_branches(model, layer)]
         self.stack = residual_stack(branches, model.width, residual, model.norm_eps)
-        self.norm = nn.RMSNorm(model.width, model.norm_eps)
+        self.norm = nn.RMSNorm(model.width, model.eps_of_read(len(branches)))
         if not self.norm.weight.is_meta:
             self.reset_parameters(seed)
 
@@ -106,10 +106,24 @@ class Decoder(nn.Module):
             positions = torch.arange(past, past + length, device=tokens.device)[None]
         else:
             positions = (real.long().cumsum(-1) - 1).clamp(min=0)[:, past:]
-        embedding = self.vocabulary.embed(tokens)
-        precise = torch.promote_types(embedding.dtype, torch.float32)
-        cosine, sine = rotary_tables(positions, self.config.head_width, self.config.rope_base, precise)
         mask = attention_mask(length, past, real, documents, tokens.device)
+        return self.states(self.vocabulary.embed(tokens), positions, mask, cache, report)
+
+    def states(
+        self,
+        embedding: Tensor,
+        positions: Tensor,
+        mask: Tensor | None,
+        cache: Cache | None = None,
+        report: RouterReport | None = None,
+    ) -> Tensor:
+        """`hidden` for those who have embeddings, positions and mask already.
+
+        embedding (B,T,D), positions (B or 1,T), mask (B or 1,1,T,P) with True where a token may look, or None where it
+        is causal and nothing is cached, or one token alone -> (B,T,D)
+        """
+        precise = torch.promote_types(embedding.dtype, torch.float32)
+        cosine, sine = rotary_tables(positions, rotary_frequencies(self.config, precise, embedding.device))
         return self.norm(self.stack(embedding, context=Context(cosine, sine, mask, cache, report)))
 
     def reset_parameters(self, seed: int = 42) -> None:
@@ -132,7 +146,7 @@ class Decoder(nn.Module):
 
 def layer_branches(model: ModelConfig, layer: int) -> tuple[NormedBranch, NormedBranch]:
     """The attention and the feed-forward branch of one layer."""
-    attention = Attention(model.width, model.heads, model.kv_heads, layer)
+    attention = Attention(model, layer)
     feedforward: nn.Module
     if model.moe is not None:
         moe = model.moe
@@ -140,7 +154,7 @@ def layer_branches(model: ModelConfig, layer: int) -> tuple[NormedBranch, Normed
     else:
         assert model.ffn_width is not None  # ModelConfig has checked
         feedforward = FeedForward(model.width, model.ffn_width)
-    norms = [nn.RMSNorm(model.width, model.norm_eps) for _ in range(2)]
+    norms = [nn.RMSNorm(model.width, model.eps_of_read(2 * layer + i)) for i in range(2)]
     return NormedBranch(norms[0], attention), NormedBranch(norms[1], feedforward)
 
 
@@ -163,13 +177,15 @@ def reset_part(part: nn.Module, name: str, std: float, seed: int) -> None:
     generator = torch.Generator(next(part.parameters(), torch.empty(0)).device)
     generator.manual_seed(int.from_bytes(digest, "little") >> 1)
     for module in part.modules():
-        _reset(module, std, generator)
+        reset_module(module, std, generator)
 
 
-def _reset(module: nn.Module, std: float, generator: torch.Generator) -> None:
-    """Matrices N(0, std), norm weights one, and whatever a module of ours says of its own parameters."""
+def reset_module(module: nn.Module, std: float, generator: torch.Generator | None) -> None:
+    """Matrices N(0, std), biases zero, norm weights one, and whatever a module of ours says of its own parameters."""
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, std=std, generator=generator)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
     elif isinstance(module, nn.RMSNorm):
         nn.init.ones_(module.weight)
     elif isinstance(module, MoE):

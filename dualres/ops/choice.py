@@ -22,7 +22,14 @@ BY_DEVICE: dict[str, Kind] = {"cpu": "native", "cuda": "triton"}  # ROCm calls i
 FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PACKAGES: dict[Kind, str] = {"native": "numba", "triton": "triton"}
 INTERPRETED = ("1", "true", "on")  # values of TRITON_INTERPRET that Triton takes for a yes
-INSTALLED = {kind: importlib.util.find_spec(package) is not None for kind, package in PACKAGES.items()}
+
+
+def _installed(kind: Kind) -> bool:
+    """Whether the kernels and what compiles them are here; code that came with a model has no kernels."""
+    return all(importlib.util.find_spec(name) is not None for name in (f"{__package__}.{kind}", PACKAGES[kind]))
+
+
+INSTALLED = {kind: _installed(kind) for kind in PACKAGES}
 
 
 def forced() -> Kind | None:
@@ -85,7 +92,7 @@ def for_shapes() -> Iterator[None]:
 def module(kind: Kind) -> Any:
     """`dualres.ops.native` or `dualres.ops.triton`."""
     try:
-        return importlib.import_module(f"dualres.ops.{kind}")
+        return importlib.import_module(f"{__package__}.{kind}")
     except ImportError as error:
         raise ImportError(
             f"{PACKAGES[kind]} is installed and cannot be used ({error}): install a version that can, "
@@ -95,9 +102,11 @@ def module(kind: Kind) -> Any:
 
 @functools.cache
 def note(kind: Kind) -> None:
-    """Say once that the package that compiles the kernels is missing."""
+    """Say once that the kernels, or the package that compiles them, are missing."""
+    compiler = PACKAGES[kind]
+    missing = "dualres" if importlib.util.find_spec(compiler) is not None else compiler
     warnings.warn(
-        f"{PACKAGES[kind]} is not installed, so residual pathways run as plain PyTorch, slower and with more memory: "
-        f"pip install {PACKAGES[kind]}",
+        f"{missing} is not installed, so residual pathways run as plain PyTorch, slower and with more memory: "
+        f"pip install {missing}",
         stacklevel=2,
     )

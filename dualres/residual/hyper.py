@@ -29,7 +29,7 @@ class HyperConnections(Pathway):
 
     def __init__(self, dim: int, place: Place, *, streams: int, gate_scale: float, sinkhorn_steps: int, eps: float):
         super().__init__()
-        self.sinkhorn_steps, self.eps = sinkhorn_steps, eps
+        self.count, self.sinkhorn_steps, self.eps = streams, sinkhorn_steps, eps
         diagonal = (OFF_DIAGONAL * (1 - torch.eye(streams, device="cpu"))).flatten()
 
         def gates(values: int, bias: float | Tensor) -> nn.ModuleList:
@@ -58,6 +58,10 @@ class HyperConnections(Pathway):
         """X ← H_res X + H_post u"""
         updates, coefficients = state.live
         return State(Live((*updates, update.to(updates[0].dtype)), coefficients))
+
+    def start_divisor(self, i: int) -> float:
+        """N streams, each the standard residual's state, times σ(0) = ½."""
+        return 2 / self.count
 
     def close(self, state: State) -> Tensor:
         """The streams that the next block starts from."""

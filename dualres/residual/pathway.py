@@ -65,6 +65,13 @@ class Pathway(nn.Module):
         live: Tensor = state.live
         return live
 
+    def start_divisor(self, i: int) -> float:
+        """At the zero start (queries and gate scales 0) branch i reads the standard residual's state over this number.
+
+        The branch's norm removes the factor, exactly so with eps over its square.
+        """
+        raise NotImplementedError
+
     def streams(self, state: Any) -> Tensor | None:
         """Lens for analysis: the live streams (J,B,T,D), None before the first write of a block that starts empty.
 
@@ -84,6 +91,10 @@ class LastState(nn.Module):
     def forward(self, *history: Tensor) -> Tensor:
         """… (J,B,T,D) -> (B,T,D)"""
         return history[-1].sum(0)
+
+    def start_divisor(self, streams: int, states: int) -> float:
+        """At the zero start every one of the J streams is the standard residual's state."""
+        return 1 / streams
 
 
 def embed(embedding: Tensor, streams: int) -> History:

@@ -90,6 +90,12 @@ def block_layers(config: ResidualConfig) -> float:
     return config.layers_per_block or method(config.method).layers_per_block or DEFAULT_BLOCK_LAYERS
 
 
+def settled(config: ResidualConfig, branches: int) -> ResidualConfig:
+    """The same method with every option written out, so that it stays what it is when a default changes."""
+    layers_per_block = min(block_layers(config), branches / 2)
+    return ResidualConfig(**{**resolve(config), "method": config.method, "layers_per_block": layers_per_block})  # type: ignore[arg-type]
+
+
 def places(branches: int, config: ResidualConfig) -> list[Place]:
     """Cut `branches` branches into blocks of 2K; the last is shorter when 2K does not divide them."""
     layers_per_block = block_layers(config)

@@ -49,7 +49,7 @@ class Retrieving(Pathway):
 
     def __init__(self, dim: int, place: Place, *, eps: float, route: Route):
         super().__init__()
-        self.sets, self.route, self.eps = place.sets, route, eps
+        self.sets, self.route, self.eps, self.history = place.sets, route, eps, place.history
         learned = len(place.choosing())
         self.queries = Queries(dim, len(set(place.sets)), learned, route) if learned else None
 
@@ -63,6 +63,10 @@ class Retrieving(Pathway):
     def query(self, i: int) -> Tensor | None:
         """The query of branch i, one per output stream. -> (O,D)"""
         return None if self.queries is None else self.queries()[self.sets[i]]
+
+    def start_divisor(self, i: int) -> float:
+        """The number of candidates: their sum is the standard residual's state, and equal weights give their mean."""
+        return self.history + (i > 0)
 
     def close(self, state: State) -> Tensor:
         """H_b is what the live streams have become."""
@@ -90,3 +94,7 @@ class Retrieval(nn.Module):
         """R × (J,B,T,D) -> (B,T,D)"""
         (retrieved,), _ = ops.prefix(history, self.queries(), self.route, self.eps)
         return retrieved.sum(0)
+
+    def start_divisor(self, streams: int, states: int) -> float:
+        """The number of candidates; every output stream is their mean, and they are added."""
+        return states / len(self.route.value)

@@ -29,6 +29,10 @@ class Standard(Pathway):
         """h_l is the stream itself."""
         return ops.normed(state.live, norm), state
 
+    def start_divisor(self, i: int) -> float:
+        """It is the standard residual's state."""
+        return 1.0
+
     def write(self, state: State, i: int, update: Tensor) -> State:
         """h_l + f_l(h_l)"""
         return State(state.live + update.to(state.live.dtype).unsqueeze(0))

@@ -37,6 +37,23 @@ def test_equals_standard(name: str, feedforward: str, layers: int):
         assert relative_error(method(tokens), standard(tokens)) < 1e-6
 
 
+@pytest.mark.parametrize("feedforward", FEEDFORWARDS)
+@pytest.mark.parametrize("name", METHODS)
+def test_equals_standard_with_the_eps_of_its_reads(name: str, feedforward: str):
+    """An eps as large as the states: each norm must get its own."""
+    model = model_config(feedforward, layers=7, width=16, norm_eps=0.3, init_std=0.2)
+    tokens = random_tokens(2, 11)
+    standard = build_decoder(model, ResidualConfig("standard"), seed=3).double()
+    divisors = build_decoder(model, gates_closed(METHODS[name]), device="meta").stack.start_divisors()
+    exact = dataclasses.replace(model, read_eps=tuple(model.norm_eps / c**2 for c in divisors))
+    method = build_decoder(exact, gates_closed(METHODS[name]), seed=3).double()
+    plain = build_decoder(model, gates_closed(METHODS[name]), seed=3).double()
+    with torch.no_grad():
+        wanted = standard(tokens)
+        assert relative_error(method(tokens), wanted) < 1e-6
+        assert relative_error(plain(tokens), wanted) > 1e-2
+
+
 @pytest.mark.parametrize("name", ["mhc-4", "dar-block", "dar-full", "attnres-block"])
 def test_differs_from_standard_once_it_is_stirred(name: str):
     """The test above could not fail if the pathway were ignored."""
