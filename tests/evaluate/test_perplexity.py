@@ -4,7 +4,6 @@
 import json
 import math
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,22 +19,15 @@ from dualres.data.errors import DataError
 from dualres.data.tokenizer import END_OF_TEXT
 from dualres.evaluate import perplexity
 from dualres.evaluate.batches import Batch
-from dualres.evaluate.documents import Source, find_sources
+from dualres.evaluate.documents import Source
 from dualres.evaluate.perplexity import FirstToken, SourceScore, as_data, check_vocabulary, from_data, macro, pooled
 from dualres.evaluate.subject import Subject
 from tests.data.corpus import ODD
-from tests.evaluate.tiny import CONTEXT, bpe, bpe_tokenizer, byte_tokenizer, tiny_llama, tiny_subject
+from tests.evaluate.tiny import CONTEXT, TEXTS, bpe, bpe_tokenizer, byte_tokenizer, source_of, tiny_llama, tiny_subject
 
 PROTOCOLS: list[FirstToken] = ["scored", "skipped"]
-TEXTS = [*ODD.values(), "x", "ab", "c" * CONTEXT, "d" * (CONTEXT + 1), "e" * 2 * CONTEXT, "the end of a statement"]
 TOKENIZERS: dict[str, Any] = {"bytes": byte_tokenizer(), "bpe": bpe_tokenizer()}
 ENCODE = {"bytes": lambda text: list(text.encode()), "bpe": lambda text: bpe().encode(text)}
-
-
-def source_of(folder: Path, texts: Sequence[str], name: str = "some") -> Source:
-    path = folder / f"{name}.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return find_sources(path)[0]
 
 
 def score(subject: Subject, source: Source, rows: int = 3, first_token: FirstToken = "scored") -> SourceScore:

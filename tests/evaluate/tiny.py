@@ -1,19 +1,25 @@
 """Subjects that are small enough for tests: random Llamas with a byte tokenizer or a small BPE."""
 
 import functools
+import json
 import pydoc_data.topics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from dualres.data import tokenizer
 from dualres.data.tokenizer import END_OF_TEXT, Tokenizer
+from dualres.evaluate.documents import Source, find_sources
 from dualres.evaluate.subject import Subject
+from tests.data.corpus import ODD
 
 CONTEXT = 16
 BPE_ENTRIES = 300
+TEXTS = [*ODD.values(), "x", "ab", "c" * CONTEXT, "d" * (CONTEXT + 1), "e" * 2 * CONTEXT, "the end of a statement"]
 
 
 @functools.cache
@@ -63,8 +69,32 @@ def tiny_subject(tokens: Any = None, context: int = CONTEXT, **changes: Any) -> 
     return Subject("tiny", "tiny", model, tokens, context, end)
 
 
+class Small:
+    """A model on a GPU with memory for so many tokens at once; it notes what it is asked."""
+
+    def __init__(self, model: Any, tokens: int):
+        self.model, self.tokens = model, tokens
+        self.asked: list[int] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    def __call__(self, tokens: Tensor, **more: Any) -> Any:
+        self.asked.append(tokens.numel())
+        if tokens.numel() > self.tokens:
+            raise torch.OutOfMemoryError(f"{tokens.numel()} tokens")
+        return self.model(tokens, **more)
+
+
 def save_tiny(folder: Path, **changes: Any) -> Path:
     """A folder as `save_pretrained` writes it, with a byte tokenizer."""
     tiny_llama(**changes).save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     return folder
+
+
+def source_of(folder: Path, texts: Sequence[str], name: str = "some") -> Source:
+    """The documents of a source, in a file of the folder."""
+    path = folder / f"{name}.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return find_sources(path)[0]

@@ -1,0 +1,83 @@
+"""The loss on the held-out tokens of a prepared folder, by the windows and the mean that training validates with."""
+
+import dataclasses
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import tokenizers
+
+from dualres.config import ConfigError
+from dualres.data import shards
+from dualres.data.errors import DataError
+from dualres.data.loader import Loader
+from dualres.data.tokenizer import Tokenizer
+from dualres.evaluate.batches import Batch, vocabulary
+from dualres.evaluate.perplexity import Show, Window, window_nats
+from dualres.evaluate.subject import Subject
+from dualres.progress import short
+
+
+class ValidationScore(NamedTuple):
+    """The mean cross-entropy of the next token."""
+
+    loss: float  # nats per token
+    tokens: int  # that were predicted
+    context: int
+    content: str  # of the prepared folder: the same for the same tokens
+
+
+def validation_loss(
+    subject: Subject, data: Path, *, batch: Batch, tokens: int | None = None, show: Show = lambda text: None
+) -> ValidationScore:
+    """Of the `validation` split in the order of the text, in windows of the subject's context.
+
+    At most `tokens` of them, in whole windows and at least one, as `train.validation_tokens` does; without it, all.
+    Packed as in training: a token sees its window, whatever documents are in it.
+    """
+    if tokens is not None and tokens < 1:
+        raise ConfigError(f"{tokens} tokens are too few to validate on: use 1 or more, or leave it out for all")
+    index = shards.read_index(data)
+    _check_tokenizer(subject, data, index)
+    shards.verify(data, dataclasses.replace(index, train=()), vocabulary(subject.model))
+    context = subject.context
+    loader = Loader(data, index, "validation", context, None)
+    count = loader.windows if tokens is None else min(loader.windows, max(1, tokens // context))
+    nats, done, start = 0.0, 0, time.monotonic()
+    while done < count:
+        rows = loader.batch(done, min(count - done, max(1, batch.tokens // context))).numpy()  # (B,T+1)
+        windows = [Window(number, row) for number, row in enumerate(rows, start=done + 1)]
+        for values in batch.over(windows, lambda piece: window_nats(subject, piece)):
+            nats += math.fsum(values)
+            done += len(values)
+            rate = short(done * context / max(1e-9, time.monotonic() - start))
+            show(f"validation  {short(done * context)}/{short(count * context)} tokens  {rate} tokens/s")
+        if not math.isfinite(nats):
+            raise DataError(
+                f"{subject.name} gives a loss of {nats} in windows {windows[0].document} to {done} of {data}: look at "
+                "its weights, or run it in another dtype, float32 say"
+            )
+    return ValidationScore(nats / (count * context), count * context, context, index.content)
+
+
+def _check_tokenizer(subject: Subject, data: Path, index: shards.Index) -> None:
+    """Refuse tokens that another tokenizer made."""
+    ours = getattr(subject.tokenizer, "backend_tokenizer", None)
+    theirs = shards.read_tokenizer(data, index)
+    if ours is None or _fingerprint(ours, index.end_of_text) != _fingerprint(theirs.backend, index.end_of_text):
+        raise DataError(
+            f"{data} was prepared with another tokenizer than that of {subject.name}, for which its tokens mean "
+            "nothing: prepare the text with the model's own tokenizer.json (`dualres prepare --tokenizer PATH`), or "
+            "compare models of different tokenizers by their perplexity per byte on documents"
+        )
+
+
+def _fingerprint(backend: tokenizers.Tokenizer, end_of_text: int) -> str | None:
+    """The same for two tokenizers that make the same tokens of a text, whatever they add to it or decode to."""
+    described: dict[str, Any] = json.loads(backend.to_str())
+    for part in ("post_processor", "decoder", "truncation", "padding"):
+        described[part] = None
+    copy = tokenizers.Tokenizer.from_str(json.dumps(described))
+    return None if copy.id_to_token(end_of_text) is None else Tokenizer(copy, end_of_text).fingerprint
