@@ -15,7 +15,7 @@ from dualres.evaluate.subject import Subject
 MOST_ROWS = 64
 USEFUL_TOKENS = {"cuda": 2**17, "cpu": 2**13}  # in a batch; more of them run no faster
 SHARE = {"cuda": 0.8, "cpu": 0.5}  # of the free memory: a CPU's is also for others, and to overdraw it is fatal
-CHUNK_BYTES = 2**26  # of float32 logits that a softmax looks at together
+CHUNK_BYTES = {"cuda": 2**28, "cpu": 2**24}  # of float32 logits that a softmax looks at together; a CPU caches some
 MACHINE = Path("/proc/meminfo")
 GROUPS = tuple(  # what containers may use, in both versions of control groups: limit, use, and what the use is made of
     tuple(Path("/sys/fs/cgroup") / name for name in names)
@@ -71,10 +71,16 @@ def batch_for(subject: Subject, rows: int | None = None) -> Batch:
 
 def batch_size(subject: Subject) -> int:
     """How many rows of the subject's context to read at once: as many as are useful, and fit by our estimate."""
-    kind = "cuda" if subject.model.device.type == "cuda" else "cpu"
+    kind = kind_of(subject.model.device)
     useful = min(MOST_ROWS, USEFUL_TOKENS[kind] // subject.context)
-    free = SHARE[kind] * free_memory(subject.model.device) - 3 * CHUNK_BYTES  # a chunk, its exponentials, and a spare
+    softmax = 3 * CHUNK_BYTES[kind]  # a chunk, its exponentials, and a spare
+    free = SHARE[kind] * free_memory(subject.model.device) - softmax
     return max(1, min(useful, int(free // row_bytes(subject))))
+
+
+def kind_of(device: torch.device) -> str:
+    """Whose limits hold: those of a GPU, or of anything else."""
+    return "cuda" if device.type == "cuda" else "cpu"
 
 
 def row_bytes(subject: Subject) -> int:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dualres.data.errors import DataError
-from dualres.evaluate.batches import CHUNK_BYTES, Batch, vocabulary
+from dualres.evaluate.batches import CHUNK_BYTES, Batch, kind_of, vocabulary
 from dualres.evaluate.documents import Source, texts
 from dualres.evaluate.subject import Subject
 from dualres.progress import short
@@ -178,7 +178,7 @@ def check_vocabulary(subject: Subject) -> None:
 def target_nats(logits: Tensor, targets: Tensor) -> Tensor:
     """−log softmax(logits)[target], in float32 at least, a chunk of rows at a time. (N,V), (N) -> (N)"""
     precise = torch.promote_types(logits.dtype, torch.float32)
-    rows = max(1, CHUNK_BYTES // (4 * logits.shape[-1]))
+    rows = max(1, CHUNK_BYTES[kind_of(logits.device)] // (4 * logits.shape[-1]))
     found = []
     for piece, target in zip(logits.split(rows), targets.split(rows), strict=True):
         piece = piece.to(precise)

@@ -108,7 +108,7 @@ def test_the_size_follows_the_memory(monkeypatch: pytest.MonkeyPatch):
     subject = tiny_subject()
     row = row_bytes(subject)
     for rows, wanted in [(-100, 1), (0, 1), (1, 1), (7.5, 7), (63, 63), (10**6, MOST_ROWS)]:
-        with_free(monkeypatch, 2 * (rows * row + 3 * CHUNK_BYTES))
+        with_free(monkeypatch, 2 * (rows * row + 3 * CHUNK_BYTES["cpu"]))
         assert batch_size(subject) == wanted
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from dualres.data.errors import DataError
 from dualres.data.tokenizer import END_OF_TEXT
 from dualres.evaluate import perplexity
-from dualres.evaluate.batches import Batch
+from dualres.evaluate.batches import CHUNK_BYTES, Batch
 from dualres.evaluate.documents import Source
 from dualres.evaluate.perplexity import FirstToken, SourceScore, as_data, check_vocabulary, from_data, macro, pooled
 from dualres.evaluate.subject import Subject
@@ -207,7 +207,7 @@ def test_special_tokens_are_not_added(tmp_path: Path):
 @pytest.mark.parametrize("chunk", [4, 4 * 257 * 5, 2**26])
 def test_target_nats(dtype: torch.dtype, chunk: int, monkeypatch: pytest.MonkeyPatch):
     """Against float64 on the same rounded logits; large ones, whose exponentials do not fit."""
-    monkeypatch.setattr(perplexity, "CHUNK_BYTES", chunk)
+    monkeypatch.setitem(CHUNK_BYTES, "cpu", chunk)
     logits = (100 * torch.randn(37, 257)).to(dtype)
     targets = torch.randint(0, 257, (37,))
     found = perplexity.target_nats(logits, targets)
@@ -217,7 +217,7 @@ def test_target_nats(dtype: torch.dtype, chunk: int, monkeypatch: pytest.MonkeyP
 
 
 def test_logits_are_never_copied_whole(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(perplexity, "CHUNK_BYTES", 4 * 257 * 5)
+    monkeypatch.setitem(CHUNK_BYTES, "cpu", 4 * 257 * 5)
     largest = 0
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
