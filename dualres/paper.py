@@ -77,3 +77,62 @@ KV_ABLATION = (  # "Key–value retrieval ablations in the 0.5B Full setting und
     PrintedLoss("0.5b", "dar-crossv", "DAR-CrossV", "2.664"),
     PrintedLoss("0.5b", "dar-full", "DAR", "2.653"),
 )
+
+
+class PrintedScores(NamedTuple):
+    """One method's row of an evaluation table of the 1B models, as printed."""
+
+    scale: str  # our config
+    residual: str  # our config
+    name: str  # of the method in the paper
+    scores: tuple[str, ...]  # one per column
+
+
+FIT_COLUMNS = ("Val. loss", "Token PPL", "Byte PPL", "BPB")  # FineWeb-Edu, then Paloma; "lower is better"
+FIT = (  # "Language-model fit for the 1B models"
+    PrintedScores("1b", "standard", "Baseline", ("2.716", "21.575", "2.040", "1.029")),
+    PrintedScores("1b", "attnres-block", "AttnRes", ("2.704", "20.707", "2.021", "1.015")),
+    PrintedScores("1b", "dar-block", "DAR", ("2.684", "20.264", "2.011", "1.008")),
+)
+
+# In percent; "higher is better; Avg. is the unweighted mean across tasks"
+ZERO_SHOT_COLUMNS = (
+    *("HellaSwag", "PIQA", "ARC-E", "WinoGrande", "BoolQ", "OpenBookQA", "SocialIQA", "SciQ"),
+    "Avg.",
+)
+_ZERO_SHOT = (
+    ("standard", "Baseline", "53.96 72.14 49.92 53.67 61.16 33.00 40.02 72.40 54.53"),
+    ("attnres-block", "AttnRes", "54.65 73.94 52.10 53.83 58.84 31.40 40.84 76.00 55.20"),
+    ("dar-block", "DAR", "55.35 73.01 51.30 54.22 62.45 33.20 40.94 74.60 55.63"),
+)
+ZERO_SHOT = tuple(  # "Zero-shot performance (%) of the 1B models"
+    PrintedScores("1b", residual, name, tuple(scores.split())) for residual, name, scores in _ZERO_SHOT
+)
+
+
+class PrintedSource(NamedTuple):
+    """One of Paloma's sixteen sources: token perplexity of the 1B models, as printed."""
+
+    group: str
+    perplexity: tuple[str, str, str]  # of the methods of `PALOMA_METHODS`
+
+
+PALOMA_METHODS = ("Baseline", "AttnRes", "DAR")
+PALOMA = (  # "Token perplexity across the 16 reported Paloma domain groups for the 1B models"
+    PrintedSource("4chan", ("631.49", "518.60", "536.45")),
+    PrintedSource("C4 100 Domains", ("37.56", "37.16", "35.98")),
+    PrintedSource("C4", ("44.04", "43.75", "42.33")),
+    PrintedSource("Dolma v1.5", ("102.37", "96.63", "93.23")),
+    PrintedSource("100 Programming Langs.", ("41,241.97", "24,985.74", "23,731.25")),
+    PrintedSource("100 Subreddits", ("87.58", "86.48", "84.12")),
+    PrintedSource("Falcon RefinedWeb", ("51.08", "50.27", "48.79")),
+    PrintedSource("Gab", ("8,203.23", "7,966.30", "7,435.71")),
+    PrintedSource("M2D2 S2ORC", ("52.05", "49.84", "48.26")),
+    PrintedSource("M2D2 Wikipedia", ("47.63", "46.86", "45.35")),
+    PrintedSource("Manosphere", ("94.71", "93.53", "91.01")),
+    PrintedSource("mC4", ("76.08", "73.76", "71.39")),
+    PrintedSource("PTB", ("53.38", "50.92", "47.78")),
+    PrintedSource("RedPajama", ("590.75", "508.56", "501.21")),
+    PrintedSource("Twitter AAE", ("8,396.23", "8,083.35", "7,606.84")),
+    PrintedSource("Wikitext-103", ("28.06", "26.86", "26.31")),
+)
