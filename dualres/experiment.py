@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import yaml
 
-from dualres.config import Config, ConfigError
+from dualres.config import Config, ConfigError, ModelConfig, ResidualConfig
 from dualres.fields import build, convert
 from dualres.residual import registry
 
@@ -25,20 +25,30 @@ def load_config(scale: str, residual: str, overrides: Sequence[str] = ()) -> Con
     """
     data = _read("scale", scale)
     _merge(data, {"residual": _read("residual", residual)})
-    for override in overrides:
-        path, equals, text = override.partition("=")
-        if not equals or not path:
-            raise ConfigError(f"override {override!r} is not of the form key.path=value: write model.layers=8")
-        value = _yaml(text, f"override {override!r}")
-        for key in reversed(path.split(".")):
-            value = {key: value}
-        _merge(data, value)
+    _override(data, overrides)
     scale_block = convert(float | None, data.pop("layers_per_block", None), "layers_per_block")
     config = build(Config, data, "")
     block_form = registry.method(config.residual.method).layers_per_block is None
     if scale_block is None or config.residual.layers_per_block is not None or not block_form:
         return config
     return dataclasses.replace(config, residual=dataclasses.replace(config.residual, layers_per_block=scale_block))
+
+
+def load_recipe(scale: str, model: ModelConfig, residual: ResidualConfig, overrides: Sequence[str] = ()) -> Config:
+    """The training recipe of SCALE for a model that is there already, then overrides."""
+    data = {**_read("scale", scale), "model": dataclasses.asdict(model), "residual": dataclasses.asdict(residual)}
+    data.pop("layers_per_block", None)
+    _override(data, overrides)
+    return build(Config, data, "")
+
+
+def load_residual(
+    residual: str, model: ModelConfig, overrides: Sequence[str] = ()
+) -> tuple[ModelConfig, ResidualConfig]:
+    """A model that is there already, on RESIDUAL, then overrides."""
+    data = {"model": dataclasses.asdict(model), "residual": _read("residual", residual)}
+    _override(data, overrides)
+    return build(ModelConfig, data["model"], "model."), build(ResidualConfig, data["residual"], "residual.")
 
 
 def short_name(name: str) -> str:
@@ -76,6 +86,18 @@ def _read(kind: Literal["scale", "residual"], name: str, beneath: tuple[Path, ..
     under = _read(kind, str(base), (*beneath, path.resolve()))
     _merge(under, data)
     return under
+
+
+def _override(data: dict[str, Any], overrides: Sequence[str]) -> None:
+    """Lay `key.path=value` overrides on `data`."""
+    for override in overrides:
+        path, equals, text = override.partition("=")
+        if not equals or not path:
+            raise ConfigError(f"override {override!r} is not of the form key.path=value: write model.layers=8")
+        value = _yaml(text, f"override {override!r}")
+        for key in reversed(path.split(".")):
+            value = {key: value}
+        _merge(data, value)
 
 
 def _yaml(text: str, where: str) -> Any:

@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -53,6 +54,30 @@ def locked(folder: Path, refusal: Exception) -> Iterator[None]:
         except BlockingIOError:
             raise refusal from None
         yield
+
+
+@contextmanager
+def new_folder(path: Path, refusal: Exception) -> Iterator[Path]:
+    """A folder to write into, which gets its name when all is well; `refusal` where there is something already."""
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise refusal
+    partial = partial_of(path)
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        for file in partial.rglob("*"):
+            if file.is_file():
+                with file.open("rb+") as written:
+                    flush(written)
+        flush_folder(partial)
+        if path.exists():
+            path.rmdir()
+        partial.rename(path)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    flush_folder(path.parent)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -13,7 +13,8 @@ from dualres.config import Config, ConfigError
 from dualres.data.prepare import Settings
 from dualres.data.shards import INDEX
 from dualres.data.source import PYTHON
-from dualres.experiment import load_config, short_name
+from dualres.experiment import load_config, load_recipe, load_residual, short_name
+from dualres.hub.start import check_tokens, read_start
 from dualres.progress import Progress, short
 from dualres.train import plan, run
 from dualres.train.build import engine_name
@@ -40,11 +41,19 @@ def add(commands: Any) -> None:
         "  dualres train nano dar-block\n"
         "  torchrun --nproc-per-node 8 -m dualres train 1b dar-block --data data/fineweb --out runs/1b-dar\n"
         "  dualres train 1b dar-block --dry-run --gpus 8\n"
+        "  dualres train 1b dar-block --from models/llama-1b-dar --data data/llama-tokens\n"
         "docs/training.md has launches over several machines.",
     )
     arguments.experiment(sub)
     sub.add_argument("--data", metavar="D", type=Path, default=DEFAULT_DATA, help=f"prepared data ({DEFAULT_DATA})")
     sub.add_argument("--out", metavar="RUN", type=Path, help="folder of the run (default runs/SCALE-RESIDUAL)")
+    sub.add_argument(
+        "--from",
+        dest="start",
+        metavar="MODEL",
+        type=Path,
+        help="begin with the weights of a converted or exported model, which also says what the model is",
+    )
     sub.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU where there is one")
     sub.add_argument("--wandb", metavar="PROJECT", help="also log to Weights & Biases (needs dualres[wandb])")
     dry = sub.add_argument_group("without starting")
@@ -58,7 +67,7 @@ def add(commands: Any) -> None:
 
 
 def _train(given: argparse.Namespace) -> int:
-    config = load_config(given.scale, given.residual, given.set)
+    config = load_config(given.scale, given.residual, given.set) if given.start is None else started(given)
     out = given.out or Path("runs") / f"{short_name(given.scale)}-{short_name(given.residual)}"
     if given.dry_run:
         return _plan(config, given, out)
@@ -70,10 +79,22 @@ def _train(given: argparse.Namespace) -> int:
         world.agree(lambda: ensure_default_data(given.data) if world.leads else None)  # the others wait for the data
         progress = Progress(quiet=not world.leads)
         introduce(config, given, out, world, progress)
-        done = train(config, given.data, out, world, progress, given.wandb)
+        done = train(config, given.data, out, world, progress, given.wandb, given.start)
         if world.leads and done.finished:
             print(f"validation loss {done.validation_loss:.4f} after {done.step} steps; {out / run.SUMMARY}")
     return 0
+
+
+def started(given: argparse.Namespace) -> Config:
+    """The recipe of SCALE for the model that --from names, on data of its tokenizer."""
+    start = read_start(given.start)
+    _, named = load_residual(given.residual, start.model)
+    if named.method != start.residual.method:
+        raise ConfigError(
+            f"--from {given.start} is on {start.residual.method} and RESIDUAL is {given.residual}: name what it is on"
+        )
+    check_tokens(start, given.data)
+    return load_recipe(given.scale, start.model, start.residual, given.set)
 
 
 def _plan(config: Config, given: argparse.Namespace, out: Path) -> int:
@@ -98,9 +119,9 @@ def launch(given: argparse.Namespace, ranks: int) -> str:
     for override in given.set:
         words += ["--set", override]
     words += ["--data", str(given.data)] if given.data != DEFAULT_DATA else []
-    for option in ("out", "device", "wandb"):
+    for option, name in (("out", "out"), ("start", "from"), ("device", "device"), ("wandb", "wandb")):
         if getattr(given, option) is not None:
-            words += [f"--{option}", str(getattr(given, option))]
+            words += [f"--{name}", str(getattr(given, option))]
     if ranks == 1:
         return shlex.join(words)
     machines = ranks // GPUS_OF_A_MACHINE if ranks % GPUS_OF_A_MACHINE == 0 else 1

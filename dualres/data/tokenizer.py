@@ -61,6 +61,14 @@ class Tokenizer:
         described = json.dumps(json.loads(self.backend.to_str()), sort_keys=True, ensure_ascii=True)
         return hashlib.blake2b(f"{described}{self.end_of_text}".encode(), digest_size=16).hexdigest()
 
+    def same_tokens(self, other: "Tokenizer") -> bool:
+        """Whether both make the same tokens of a text; what they would put around them, which we never ask for, is free."""
+        first, second = (json.loads(tokenizer.backend.to_str()) for tokenizer in (self, other))
+        return self.end_of_text == other.end_of_text and {**first, "post_processor": None} == {
+            **second,
+            "post_processor": None,
+        }
+
     def save(self, path: Path) -> None:
         """As `tokenizer.json`, which `tokenizers` and `transformers` read too."""
         write_text(path, self.backend.to_str(pretty=True))

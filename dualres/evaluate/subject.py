@@ -1,6 +1,23 @@
 """What is evaluated: a run, an exported folder or any Hugging Face causal LM, all in one form."""
 
+import hashlib
+from pathlib import Path
 from typing import Any, NamedTuple
+
+import torch
+
+from dualres.extras import need
+from dualres.hub import weights
+from dualres.hub.convert import local_folder
+from dualres.hub.errors import ModelError
+from dualres.hub.export import is_run, open_model
+from dualres.hub.saved import CONFIG, is_ours, read_saved
+from dualres.hub.tokenizer import load_tokenizer
+from dualres.train import checkpoint as checkpoints
+from dualres.train.load import choose
+
+CONTEXTS = ("max_position_embeddings", "n_positions", "n_ctx", "seq_length")  # what configs call it
+READ = 2**24  # bytes at a time
 
 
 class Subject(NamedTuple):
@@ -12,3 +29,74 @@ class Subject(NamedTuple):
     tokenizer: Any  # transformers.PreTrainedTokenizerBase
     context: int  # tokens that the model can read at once
     prefix: int  # the token that a document is conditioned on: the beginning of a text, or the end of the one before
+
+
+def load_subject(source: str, *, checkpoint: str = "last", device: str = "auto", dtype: str = "auto") -> Subject:
+    """A run's folder, an exported folder, any saved causal LM or its name on the hub, ready to be measured.
+
+    `dtype` float32, bfloat16 or float16; auto keeps what was saved. Weights are read from safetensors alone, and code
+    that comes with a model is not run.
+    """
+    need("transformers", "hub", "evaluation")
+    folder = local_folder(source)
+    ours = is_ours(folder) or is_run(folder)
+    if ours:
+        opened = open_model(folder, checkpoint)
+        name, model, tokenizer = opened.name, opened.model, opened.tokenizer
+    else:
+        name, model, tokenizer = Path(source).name, _their_model(folder), load_tokenizer(folder)
+    if tokenizer is None:
+        raise ModelError(
+            f"{source} has no tokenizer: put its tokenizer.json and tokenizer_config.json beside the weights"
+        )
+    if dtype != "auto":
+        model = model.to(getattr(torch, dtype))
+    where = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    prefix = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    if prefix is None:
+        raise ModelError(f"the tokenizer of {source} has neither a bos nor an eos token to begin a document with")
+    identity = _identity(_files(folder, checkpoint), str(model.dtype))
+    return Subject(name, identity, model.to(where).eval(), tokenizer, _context(model, tokenizer), int(prefix))
+
+
+def _their_model(folder: Path) -> Any:
+    """A model that `transformers` has the code of."""
+    transformers = need("transformers", "hub", "evaluation")
+    read_saved(folder)
+    try:
+        model, found = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype="auto", use_safetensors=True, output_loading_info=True
+        )
+    except Exception as error:  # of many kinds
+        reason = " ".join(str(error).split())
+        raise ModelError(f"transformers cannot load {folder}: {reason}") from None
+    if found["missing_keys"]:
+        raise ModelError(
+            f"the weights of {folder} do not match its {CONFIG}: {sorted(found['missing_keys'])[0]} is missing. "
+            "Restore both from one place"
+        )
+    return model
+
+
+def _context(model: Any, tokenizer: Any) -> int:
+    for name in CONTEXTS:
+        if isinstance(found := getattr(model.config, name, None), int):
+            return found
+    return int(min(tokenizer.model_max_length, 2048))
+
+
+def _files(folder: Path, checkpoint: str) -> list[Path]:
+    """What makes a model what it is; a checkpoint's manifest has the sums of its weights."""
+    if is_run(folder):
+        return [folder / CONFIG, choose(folder, checkpoint) / checkpoints.MANIFEST]
+    tokenizer = [path for path in sorted(folder.glob("tokenizer*")) if path.is_file()]
+    return [folder / CONFIG, *tokenizer, *weights.files(folder)]
+
+
+def _identity(files: list[Path], dtype: str) -> str:
+    total = hashlib.blake2b(dtype.encode(), digest_size=16)
+    for path in files:
+        with path.open("rb") as file:
+            while piece := file.read(READ):
+                total.update(piece)
+    return total.hexdigest()

@@ -118,7 +118,7 @@ class DualResForCausalLM(PreTrainedModel, GenerationMixin):
             importlib.import_module("dualres.hub.bundle").add_code(Path(save_directory))
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
         """Load a saved model. Only safetensors are read; tensors that are missing or too many are refused."""
         told = kwargs.pop("output_loading_info", False)
         loaded: Any = super().from_pretrained(
@@ -130,8 +130,8 @@ class DualResForCausalLM(PreTrainedModel, GenerationMixin):
         ]
         if wrong:
             raise ValueError(
-                f"the weights of {pretrained_model_name_or_path} do not match its config ({', '.join(wrong)}): restore config.json and the "
-                "weights from one export"
+                f"the weights of {pretrained_model_name_or_path} do not match its config ({', '.join(wrong)}): restore "
+                "both from one place"
             )
         return (model, found) if told else model
 

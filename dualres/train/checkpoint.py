@@ -92,6 +92,8 @@ class Checkpoints:
             agree(lambda: self._begin(partial) if leads else None, group)
             for part, begin in PARTS.items():
                 chosen = {name: tensor for name, tensor in tensors.items() if name.startswith(begin)}
+                if not chosen:  # weights alone
+                    continue
                 writer = HuggingFaceStorageWriter(str(partial / part), save_distributed=True)
                 state_dict_saver.save(chosen, storage_writer=writer, process_group=group, no_dist=group is None)
             agree(lambda: write_json(partial / STATE, state) if leads else None, group)
@@ -114,7 +116,7 @@ class Checkpoints:
         """Manifest and name."""
         files = {name: entry for share in sums for name, entry in share.items()}
         write_json(partial / MANIFEST, {"files": dict(sorted(files.items()))})
-        for folder in (*(partial / part for part in PARTS), partial):
+        for folder in (*(partial / part for part in PARTS if (partial / part).exists()), partial):
             flush_folder(folder)
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
@@ -147,6 +149,11 @@ def load(checkpoint: Path, tensors: dict[str, Tensor], distributed: bool = False
         chosen = {name: tensor for name, tensor in tensors.items() if name.startswith(begin)}
         if not chosen:
             continue
+        if not (checkpoint / part).is_dir():
+            raise TrainError(
+                f"checkpoint {checkpoint} has no {part}: it was imported. Export it, and train on from the folder into "
+                "a new run with --from"
+            )
         try:
             reader = HuggingFaceStorageReader(str(checkpoint / part))
             state_dict_loader.load(chosen, storage_reader=reader, no_dist=not distributed)
@@ -155,6 +162,19 @@ def load(checkpoint: Path, tensors: dict[str, Tensor], distributed: bool = False
                 f"checkpoint {checkpoint} does not fit this model: {_root_cause(error)}. Train with the config it was "
                 "made with, or into a new folder"
             ) from None
+
+
+def load_start(folder: Path, tensors: dict[str, Tensor], distributed: bool = False) -> None:
+    """Fill the weights among `tensors` from a saved model's folder, and leave the optimizer's state as it is."""
+    begin = PARTS["weights"]
+    chosen = {f"decoder.{name.removeprefix(begin)}": t for name, t in tensors.items() if name.startswith(begin)}
+    try:
+        state_dict_loader.load(chosen, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=not distributed)
+    except (Exception, CheckpointException) as error:
+        raise TrainError(
+            f"the weights of {folder} do not fit this model: {_root_cause(error)}. Leave model.… and residual.… as the "
+            "folder's config has them"
+        ) from None
 
 
 def damage(checkpoint: Path, world: World | None = None) -> list[str]:

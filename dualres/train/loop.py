@@ -22,7 +22,7 @@ from dualres.files import write_json
 from dualres.progress import Progress, duration, short
 from dualres.train import run
 from dualres.train.build import build_engine, engine_name
-from dualres.train.checkpoint import Checkpoints
+from dualres.train.checkpoint import Checkpoints, load_start
 from dualres.train.engine import Engine
 from dualres.train.errors import TrainError
 from dualres.train.log import Log
@@ -49,16 +49,27 @@ class Totals(NamedTuple):
     stop: bool  # someone was asked to
 
 
-def train(config: Config, data: Path, folder: Path, world: World, progress: Progress, wandb: str | None = None) -> Done:
-    """Train `config` on the prepared folder `data` into `folder`, or go on where an earlier run there stopped."""
+def train(
+    config: Config,
+    data: Path,
+    folder: Path,
+    world: World,
+    progress: Progress,
+    wandb: str | None = None,
+    start: Path | None = None,
+) -> Done:
+    """Train `config` on the prepared folder `data` into `folder`, or go on where an earlier run there stopped.
+
+    `start`: a saved model's folder whose weights a new run begins with.
+    """
     check_batch(config, world.size)
     with ExitStack() as held:
         world.agree(lambda: held.enter_context(run.alone(folder)) if world.leads else None)
         index = world.agree(lambda: shards.read_index(data))[world.rank]
         check_vocabulary(config, data, index)
-        world.agree(lambda: run.open_run(folder, config, data, index) if world.leads else None)
+        world.agree(lambda: run.open_run(folder, config, data, index, start) if world.leads else None)
         _verify(config, data, folder, index, world, progress)
-        return Training(config, data, folder, index, world, progress, wandb).run()
+        return Training(config, data, folder, index, world, progress, wandb, start).run()
 
 
 class Training:
@@ -73,6 +84,7 @@ class Training:
         world: World,
         progress: Progress,
         wandb: str | None,
+        start: Path | None,
     ):
         self.config, self.folder, self.world, self.progress = config, folder, world, progress
         train, context = config.train, config.model.context
@@ -83,7 +95,7 @@ class Training:
         self.checkpoints = Checkpoints(folder / run.CHECKPOINTS, world, train.keep_checkpoints, progress.say)
         self.step, self.best_step, self.best_loss = 0, 0, math.inf
         self.validation_loss: float | None = None
-        self._restore()
+        self._restore(start)
         self.log: Log | None = None
         world.agree(lambda: self._open_log(wandb) if world.leads else None)
         self.speed = Speed(config, world.device, world.size)
@@ -185,9 +197,14 @@ class Training:
             self.log.sync()
         self.checkpoints.save(self.step, self.engine.tensors(), state)
 
-    def _restore(self) -> None:
+    def _restore(self, start: Path | None) -> None:
         tensors = self.engine.tensors()
         state = self.checkpoints.restore(tensors)
+        if state is None and start is not None:
+            load_start(start, tensors, distributed=self.world.size > 1)
+            self.engine.adopt(tensors)
+            if self.world.leads:
+                self.progress.say(f"begins with the weights of {start}")
         if state is None:
             return
         self.engine.adopt(tensors)

@@ -1,6 +1,6 @@
 """A run's folder: what was asked for, one run at a time, and what a finished run says of itself.
 
-RUN/config.json      the experiment, the data, the version of dualres
+RUN/config.json      the experiment, the data, the version of dualres, the model that it began with
     tokenizer.json   the data's
     metrics.jsonl    losses, gradient norm and learning rate by step; the same on every repetition
     speed.jsonl      the clock: tokens/s and utilisation by step
@@ -53,8 +53,11 @@ def begun(folder: Path) -> bool:
     return (metrics.exists() and metrics.stat().st_size > 0) or (folder / CHECKPOINTS).exists()
 
 
-def open_run(folder: Path, config: Config, data: Path, index: Index) -> None:
-    """Begin a run in `folder`, or take one up: refused where it has another experiment or other data."""
+def open_run(folder: Path, config: Config, data: Path, index: Index, start: Path | None = None) -> None:
+    """Begin a run in `folder`, or take one up: refused where it has another experiment or other data.
+
+    `start`: the saved model whose weights it begins with.
+    """
     if begun(folder):
         check_same(folder, config)
         check_data(folder, data, index)
@@ -67,7 +70,8 @@ def open_run(folder: Path, config: Config, data: Path, index: Index) -> None:
         "end_of_text": index.end_of_text,
         "fingerprint": index.fingerprint,
     }
-    write_json(folder / CONFIG, {"dualres": VERSION, "config": _as_data(config), "data": used})
+    began = {} if start is None else {"start": start.resolve().name}
+    write_json(folder / CONFIG, {"dualres": VERSION, "config": _as_data(config), "data": used, **began})
 
 
 def check_data(folder: Path, data: Path, index: Index) -> None:

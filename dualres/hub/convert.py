@@ -1,0 +1,214 @@
+"""Convert a pretrained checkpoint of Llama's family to any residual pathway, with equal outputs at the start.
+
+At the zero start (queries and gate scales 0) every method reads the standard residual's state over a number c, which a
+norm with eps / c² removes exactly. The eps of all reads are stored in the config.
+"""
+# B batch  T tokens
+
+import copy
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dualres.config import ConfigError, ModelConfig, ResidualConfig
+from dualres.experiment import load_residual
+from dualres.extras import need
+from dualres.hub import card, llama, weights
+from dualres.hub.errors import ModelError
+from dualres.hub.saved import MODEL_TYPE, PREFIX, Saved, empty_decoder, new_model_folder, read_saved, write_model
+from dualres.hub.tokenizer import load_tokenizer
+from dualres.model.accounting import parameters
+from dualres.model.decoder import Decoder, build_decoder, reset_part
+from dualres.residual import registry
+from dualres.residual.gates import Gate
+
+TOLERANCE = 1e-4  # relative difference of logits in float32
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+NEEDLESS = ("rotary_emb.inv_freq",)  # of old checkpoints: computed, not learned
+CHECKED = (2, 64)  # sequences and tokens that source and result are compared on
+MAY_SET = ("residual.", "model.context=")
+TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+class Source(NamedTuple):
+    """A checkpoint, and what its decoder is in our terms."""
+
+    saved: Saved
+    config: Any  # transformers'
+    model: ModelConfig
+    tensors: dict[str, weights.Stored]  # under Llama's names
+
+
+class Converted(NamedTuple):
+    """What was written."""
+
+    folder: Path
+    model: Any  # DualResForCausalLM
+    difference: float | None  # relative, of the logits from the source's, where it was measured
+
+
+def convert(
+    source: str, out: Path, residual: str, overrides: Sequence[str] = (), *, seed: int = 42, check: bool = True
+) -> Converted:
+    """Write the checkpoint `source` to `out` as a dualres model on the pathway `residual`, ready to be trained on.
+
+    `check` compares the logits of both in float32 and refuses a difference; it holds both models in memory.
+    """
+    need("transformers", "hub", "the conversion of a checkpoint")
+    from dualres.hub.model import DualResForCausalLM
+
+    given = read_source(local_folder(source))
+    model, pathway = target(given, residual, overrides)
+    decoder = decoder_of(given, model, pathway, seed)
+    tokens = {name: value for name in TOKENS if (value := getattr(given.config, name, None)) is not None}
+    made = DualResForCausalLM.of(decoder, **tokens).eval()
+    difference = relative_difference(given, made) if check else None
+    if difference is not None and not difference <= TOLERANCE:
+        raise ModelError(
+            f"the converted model's logits differ from those of {source} by {difference:.1e}, more than {TOLERANCE:g}: "
+            "nothing was written. This is a fault of dualres: please report the model"
+        )
+    measured = (
+        {} if difference is None else {"relative difference of logits from the source, float32": f"{difference:.1e}"}
+    )
+    text = card.card(
+        f"{Path(source).name} on {pathway.method}",
+        model,
+        pathway,
+        parameters(decoder),
+        [
+            f"Converted from `{Path(source).name}` ({given.config.model_type}). Its weights are unchanged; the "
+            "residual pathway starts where it computes what the standard residual computes, and is not trained yet."
+        ],
+        measured,
+        out.name,
+    )
+    with new_model_folder(out) as folder:
+        write_model(made, load_tokenizer(given.saved.folder), text, folder)
+    return Converted(out, made, difference)
+
+
+def local_folder(source: str) -> Path:
+    """A folder as it is; a name on the Hugging Face hub is fetched: config, tokenizer and safetensors, nothing else."""
+    if Path(source).is_dir():
+        return Path(source)
+    hub = need("huggingface_hub", "hub", "a model from the Hugging Face hub")
+    try:
+        found = hub.snapshot_download(source, allow_patterns=["*.json", "*.safetensors", "tokenizer*", "*.txt"])
+    except Exception as error:  # of the network, the name, the permission
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelError(f"{source} is neither a folder nor a model that the hub gives ({reason})") from None
+    return Path(found)
+
+
+def read_source(folder: Path) -> Source:
+    """A checkpoint of Llama's family, or a dualres model on the standard residual, checked and not loaded."""
+    saved = read_saved(folder)
+    transformers = need("transformers", "hub", "the conversion of a checkpoint")
+    if saved.config.get("model_type") == MODEL_TYPE:
+        decoder = empty_decoder(saved)
+        if decoder.residual_config.method != "standard":
+            raise ModelError(
+                f"{folder} is on {decoder.residual_config.method}: only a standard residual becomes another pathway "
+                "without losing anything"
+            )
+        if decoder.config.moe is not None:
+            raise ModelError(f"{folder} has experts: dualres converts dense models")
+        names = {f"{PREFIX}{ours}": theirs for ours, theirs in llama.tensor_names(decoder).items()}
+        config = transformers.AutoConfig.from_pretrained(folder)
+        renamed = {names[name]: stored for name, stored in saved.tensors.items() if name in names}
+        return Source(saved, config, decoder.config, renamed)
+    if saved.config.get("model_type") not in llama.ARCHITECTURES:
+        known = ", ".join(llama.ARCHITECTURES)
+        raise ModelError(f"{folder} is a {saved.config.get('model_type')} model: dualres converts {known}")
+    config = transformers.AutoConfig.from_pretrained(folder)
+    try:
+        model = llama.model_config(config, str(folder))
+    except ConfigError as error:
+        raise ModelError(f"{folder} does not fit our decoder: {error}") from None
+    return Source(saved, config, model, _needed(saved.tensors, model))
+
+
+def _needed(tensors: Mapping[str, weights.Stored], model: ModelConfig) -> dict[str, weights.Stored]:
+    """Without what is computed, and without a tied output that was stored twice."""
+    dropped = {"lm_head.weight"} if model.tied_embeddings else set()
+    return {k: v for k, v in tensors.items() if k not in dropped and not k.endswith(NEEDLESS)}
+
+
+def target(source: Source, residual: str, overrides: Sequence[str] = ()) -> tuple[ModelConfig, ResidualConfig]:
+    """The configs of the converted model: gates closed, and the eps that make every read exact."""
+    for override in overrides:
+        if not override.startswith(MAY_SET):
+            raise ConfigError(
+                f"--set {override}: a converted model is what its source is; set residual.… or model.context"
+            )
+    model, pathway = load_residual(residual, source.model, overrides)
+    window = llama.window_of_attention(source.config)
+    if window is not None and window < model.context:
+        raise ModelError(
+            f"{source.saved.folder} looks back {window} tokens (sliding_window) and has a context of {model.context}: "
+            f"our attention looks back all the way, which is the same up to there: use --set model.context={window}"
+        )
+    if "gate_scale" in registry.resolve(pathway):
+        if pathway.gate_scale:
+            raise ConfigError(
+                f"residual.gate_scale={pathway.gate_scale}: outputs are equal at the start with gate scale 0 only; "
+                "leave it out. The gates learn from there"
+            )
+        pathway = dataclasses.replace(pathway, gate_scale=0.0)
+    pathway = registry.settled(pathway, 2 * model.layers)
+    divisors = build_decoder(model, pathway, device="meta").stack.start_divisors()
+    if any(c != 1 for c in divisors):
+        model = dataclasses.replace(model, read_eps=tuple(model.norm_eps / c**2 for c in divisors))
+    return model, pathway
+
+
+def decoder_of(source: Source, model: ModelConfig, pathway: ResidualConfig, seed: int) -> Decoder:
+    """The source's weights in a decoder on another pathway, in the source's dtype; the pathway's own are drawn."""
+    decoder = build_decoder(model, pathway, device="meta")
+    names = llama.tensor_names(decoder)
+    wanted = {names[name]: tuple(p.shape) for name, p in decoder.named_parameters() if name in names}
+    weights.check(source.tensors, wanted, source.saved.folder)
+    kept = {source.tensors[name].dtype for name in wanted}
+    if kept - DTYPES.keys():
+        raise ModelError(
+            f"{source.saved.folder} has weights in {', '.join(sorted(kept))}: use float32, bfloat16 or float16"
+        )
+    decoder.to(max((DTYPES[dtype] for dtype in kept), key=lambda dtype: dtype.itemsize)).to_empty(device="cpu")
+    branches = {id(branch) for block in decoder.stack for branch in block.branches}
+    for part, name in decoder.parts():
+        if id(part) not in branches and part is not decoder.vocabulary and part is not decoder.norm:
+            reset_part(part, name, model.init_std, seed)
+            _open_to_learning(part, seed)
+    filled: dict[str, Tensor] = {names[name]: p.data for name, p in decoder.named_parameters() if name in names}
+    weights.read_into(filled, source.tensors)
+    return decoder
+
+
+def _open_to_learning(part: nn.Module, seed: int) -> None:
+    """Gate weights N(0, 1/(J·D)), so that logits move by as much as their scale does, at any width.
+
+    The scale is 0 and learns first; from the usual N(0, 0.02) the streams of a narrow model part slowly.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for gate in (module for module in part.modules() if isinstance(module, Gate)):
+        nn.init.normal_(gate.weight, std=gate.weight[0].numel() ** -0.5, generator=generator)
+
+
+@torch.no_grad()
+def relative_difference(source: Source, made: Any) -> float:
+    """Root mean square of the logits' difference over that of the source's, both computed in float32."""
+    transformers = need("transformers", "hub", "the conversion of a checkpoint")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        source.saved.folder, dtype=torch.float32, use_safetensors=True
+    ).eval()
+    ours = made if made.dtype == torch.float32 else copy.deepcopy(made).float()
+    rows, length = CHECKED
+    shape = rows, min(length, made.config.max_position_embeddings)
+    tokens = torch.randint(made.config.vocab_size, shape, generator=torch.Generator().manual_seed(0))
+    wanted = theirs(tokens).logits
+    return float((ours(tokens).logits - wanted).square().mean().sqrt() / wanted.square().mean().sqrt())

@@ -1,0 +1,105 @@
+"""A saved model's folder: written whole or not at all, checked before it is loaded."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dualres.config import ConfigError, ModelConfig, ResidualConfig
+from dualres.extras import need
+from dualres.fields import build
+from dualres.files import new_folder, write_text
+from dualres.hub import weights
+from dualres.hub.errors import ModelError
+from dualres.model.decoder import Decoder, build_decoder
+
+CONFIG, CARD = "config.json", "README.md"
+MODEL_TYPE = "dualres"
+PREFIX = "decoder."  # of our tensors' names in a saved model
+
+
+class Saved(NamedTuple):
+    """What a folder's config.json says, and the tensors that it has."""
+
+    folder: Path
+    config: dict[str, Any]
+    tensors: dict[str, weights.Stored]
+
+
+def read_saved(folder: Path) -> Saved:
+    """Config and list of tensors of any saved model, nothing loaded yet."""
+    path = folder / CONFIG
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
+            raise ValueError("it holds no mapping")
+    except FileNotFoundError:
+        raise ModelError(f"{folder} has no {CONFIG}: give the folder of a saved model") from None
+    except (ValueError, UnicodeDecodeError) as error:
+        raise ModelError(f"{path} cannot be read ({error}): restore it") from None
+    return Saved(folder, config, weights.stored(folder))
+
+
+def is_ours(folder: Path) -> bool:
+    """Whether a folder holds a saved dualres model."""
+    try:
+        return json.loads((folder / CONFIG).read_text(encoding="utf-8")).get("model_type") == MODEL_TYPE
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def read_ours(folder: Path) -> tuple[Saved, ModelConfig, ResidualConfig]:
+    """A saved dualres model, its parts compared with each other, nothing loaded yet."""
+    saved = read_saved(folder)
+    decoder = empty_decoder(saved)
+    wanted = {f"{PREFIX}{name}": tuple(parameter.shape) for name, parameter in decoder.named_parameters()}
+    weights.check(saved.tensors, wanted, folder)
+    return saved, decoder.config, decoder.residual_config
+
+
+def load_model(folder: Path) -> Any:
+    """A saved dualres model, a `DualResForCausalLM` in the dtype it was saved in; refused where its parts differ."""
+    need("transformers", "hub", "a Hugging Face model")
+    from dualres.hub.model import DualResForCausalLM
+
+    read_ours(folder)
+    return DualResForCausalLM.from_pretrained(folder, dtype="auto").eval()
+
+
+def empty_decoder(saved: Saved) -> Decoder:
+    """The decoder of a saved dualres model on the meta device: shapes without weights."""
+    if saved.config.get("model_type") != MODEL_TYPE:
+        raise ModelError(
+            f"{saved.folder} holds a {saved.config.get('model_type')} model: make it a dualres model with "
+            f"`dualres convert {saved.folder} OUT --residual standard`"
+        )
+    try:
+        model = build(ModelConfig, _section(saved, "model"), "model.")
+        residual = build(ResidualConfig, _section(saved, "residual"), "residual.")
+        return build_decoder(model, residual, device="meta")
+    except ConfigError as error:
+        raise ModelError(f"{saved.folder / CONFIG}: {error}") from None
+
+
+def _section(saved: Saved, name: str) -> dict[str, Any]:
+    section = saved.config.get(name)
+    if not isinstance(section, dict):
+        raise ConfigError(f"{name}={section!r} is no section: restore the file, or export the model again")
+    return section
+
+
+@contextmanager
+def new_model_folder(folder: Path) -> Iterator[Path]:
+    """Where to write a model's files; the folder gets its name when they are all there."""
+    refusal = ModelError(f"{folder} is there already and not empty: choose another name, or remove it")
+    with new_folder(folder, refusal) as partial:
+        yield partial
+
+
+def write_model(model: Any, tokenizer: Any | None, card: str, folder: Path) -> None:
+    """Weights, config, tokenizer and card of a model into a folder."""
+    model.save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    write_text(folder / CARD, card)

@@ -1,0 +1,37 @@
+"""Training on from a saved model: what it is, and whether the data are in its tokens."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+from dualres.config import ModelConfig, ResidualConfig
+from dualres.data import shards
+from dualres.data import tokenizer as tokenizers
+from dualres.hub.errors import ModelError
+from dualres.hub.saved import read_ours
+
+
+class Start(NamedTuple):
+    """A converted or exported model that a run begins with."""
+
+    folder: Path
+    model: ModelConfig
+    residual: ResidualConfig
+
+
+def read_start(folder: Path) -> Start:
+    """The configs of a saved dualres model, its weights compared with them and not loaded."""
+    _, model, residual = read_ours(folder)
+    return Start(folder, model, residual)
+
+
+def check_tokens(start: Start, data: Path) -> None:
+    """Refuse data that another tokenizer made: the model would have to learn its tokens anew."""
+    own = start.folder / shards.TOKENIZER
+    if not own.is_file():
+        return
+    index = shards.read_index(data)
+    if not shards.read_tokenizer(data, index).same_tokens(tokenizers.load(own, index.end_of_text)):
+        raise ModelError(
+            f"{data} is in the tokens of another tokenizer than {start.folder}'s: prepare the text with "
+            f"`dualres prepare SOURCE OUT --tokenizer {own}`"
+        )
