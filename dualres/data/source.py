@@ -76,7 +76,7 @@ def _file(path: Path, name: str, field: str) -> Part:
     return Part(name, path.stat().st_size, readers[kind])
 
 
-def _lines(path: Path, longest: int = -1) -> Iterator[tuple[int, str]]:
+def lines(path: Path, longest: int = -1) -> Iterator[tuple[int, str]]:
     """The lines of a plain or compressed file and their numbers, from 1 on. Beyond `longest` bytes, one is cut."""
     number, decoder = 1, codecs.getincrementaldecoder("utf-8")()
     try:
@@ -101,7 +101,7 @@ def _opened(path: Path) -> io.BufferedIOBase:
 def _text(path: Path) -> Iterator[str]:
     gathered: list[str] = []
     size = 0
-    for _, line in _lines(path, LONGEST):
+    for _, line in lines(path, LONGEST):
         gathered.append(line)
         size += len(line)
         if size >= (LONGEST if line.strip() else DOCUMENT_CHARACTERS):
@@ -112,7 +112,7 @@ def _text(path: Path) -> Iterator[str]:
 
 
 def _jsonl(path: Path, field: str) -> Iterator[str]:
-    for number, line in _lines(path):
+    for number, line in lines(path):
         if not line.strip():
             continue
         where = f"{path}, line {number}"

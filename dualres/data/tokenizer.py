@@ -61,25 +61,37 @@ class Tokenizer:
         described = json.dumps(json.loads(self.backend.to_str()), sort_keys=True, ensure_ascii=True)
         return hashlib.blake2b(f"{described}{self.end_of_text}".encode(), digest_size=16).hexdigest()
 
-    def same_tokens(self, other: "Tokenizer") -> bool:
-        """Whether both make the same tokens of a text; what they would put around them, which we never ask for, is free."""
-        first, second = (json.loads(tokenizer.backend.to_str()) for tokenizer in (self, other))
-        return self.end_of_text == other.end_of_text and {**first, "post_processor": None} == {
-            **second,
-            "post_processor": None,
-        }
-
     def save(self, path: Path) -> None:
         """As `tokenizer.json`, which `tokenizers` and `transformers` read too."""
         write_text(path, self.backend.to_str(pretty=True))
 
 
-def load(path: Path, end_of_text: int | str | None = None) -> Tokenizer:
-    """A `tokenizer.json`. The end of a document is a token's number, its text, or the first known name it has."""
+def same_tokens(first: tokenizers.Tokenizer, second: tokenizers.Tokenizer, end_of_text: int) -> bool:
+    """Whether both make the same tokens of a text and end it alike, whatever they add to it or decode to."""
+    fingerprints = {_tokens_fingerprint(backend, end_of_text) for backend in (first, second)}
+    return len(fingerprints) == 1 and None not in fingerprints
+
+
+def _tokens_fingerprint(backend: tokenizers.Tokenizer, end_of_text: int) -> str | None:
+    described = {
+        **json.loads(backend.to_str()),
+        **dict.fromkeys(("post_processor", "decoder", "truncation", "padding")),
+    }
+    copy = tokenizers.Tokenizer.from_str(json.dumps(described))
+    return None if copy.id_to_token(end_of_text) is None else Tokenizer(copy, end_of_text).fingerprint
+
+
+def read_backend(path: Path) -> tokenizers.Tokenizer:
+    """A `tokenizer.json` as it is."""
     try:
-        backend = tokenizers.Tokenizer.from_file(str(path))
+        return tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # `tokenizers` raises plain exceptions
         raise DataError(f"{path} is not a tokenizer.json that `tokenizers` can read: {error}") from None
+
+
+def load(path: Path, end_of_text: int | str | None = None) -> Tokenizer:
+    """A `tokenizer.json`. The end of a document is a token's number, its text, or the first known name it has."""
+    backend = read_backend(path)
     if isinstance(end_of_text, int):
         return Tokenizer(backend, end_of_text)
     names = (end_of_text,) if end_of_text else KNOWN_ENDS

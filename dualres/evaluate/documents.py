@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dualres.data.errors import DataError
-from dualres.data.source import COMPRESSIONS, _lines
+from dualres.data.source import COMPRESSIONS, lines
 
 ENDINGS = (".jsonl", *(f".jsonl{compression}" for compression in COMPRESSIONS))
 MOST_SOURCES = 1000  # of one file, which is read once for each
@@ -135,7 +135,7 @@ def _texts(name: str, files: list[Path] | tuple[Path, ...], by_row: bool) -> Ite
 
 def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Every row and where it stands; blank lines mean nothing."""
-    for number, line in _lines(path):
+    for number, line in lines(path):
         if not line.strip():
             continue
         where = f"{path}, line {number}"

@@ -1,19 +1,16 @@
 """The loss on the held-out tokens of a prepared folder, by the windows and the mean that training validates with."""
 
 import dataclasses
-import json
 import math
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import tokenizers
+from typing import NamedTuple
 
 from dualres.config import ConfigError
 from dualres.data import shards
 from dualres.data.errors import DataError
 from dualres.data.loader import Loader
-from dualres.data.tokenizer import Tokenizer
+from dualres.data.tokenizer import same_tokens
 from dualres.evaluate.batches import Batch, vocabulary
 from dualres.evaluate.perplexity import Show, Window, window_nats
 from dualres.evaluate.subject import Subject
@@ -66,18 +63,9 @@ def _check_tokenizer(subject: Subject, data: Path, index: shards.Index) -> None:
     """Refuse tokens that another tokenizer made."""
     ours = getattr(subject.tokenizer, "backend_tokenizer", None)
     theirs = shards.read_tokenizer(data, index)
-    if ours is None or _fingerprint(ours, index.end_of_text) != _fingerprint(theirs.backend, index.end_of_text):
+    if ours is None or not same_tokens(ours, theirs.backend, index.end_of_text):
         raise DataError(
             f"{data} was prepared with another tokenizer than that of {subject.name}, for which its tokens mean "
             "nothing: prepare the text with the model's own tokenizer.json (`dualres prepare --tokenizer PATH`), or "
             "compare models of different tokenizers by their perplexity per byte on documents"
         )
-
-
-def _fingerprint(backend: tokenizers.Tokenizer, end_of_text: int) -> str | None:
-    """The same for two tokenizers that make the same tokens of a text, whatever they add to it or decode to."""
-    described: dict[str, Any] = json.loads(backend.to_str())
-    for part in ("post_processor", "decoder", "truncation", "padding"):
-        described[part] = None
-    copy = tokenizers.Tokenizer.from_str(json.dumps(described))
-    return None if copy.id_to_token(end_of_text) is None else Tokenizer(copy, end_of_text).fingerprint

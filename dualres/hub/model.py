@@ -20,6 +20,7 @@ from dualres.model.decoder import Decoder, reset_module
 from dualres.residual import registry
 
 SHARD = "5GB"  # of weights in one file
+ALIGNMENT = 64  # bytes; at other addresses, as tensors lie in a file, products of matrices may round otherwise
 
 
 class DualResForCausalLM(PreTrainedModel, GenerationMixin):
@@ -133,6 +134,9 @@ class DualResForCausalLM(PreTrainedModel, GenerationMixin):
                 f"the weights of {pretrained_model_name_or_path} do not match its config ({', '.join(wrong)}): restore "
                 "both from one place"
             )
+        for parameter in model.parameters():
+            if parameter.device.type == "cpu" and parameter.data_ptr() % ALIGNMENT:
+                parameter.data = parameter.data.clone()
         return (model, found) if told else model
 
     def _set_gradient_checkpointing(self, enable: bool = True, *args: Any, **kwargs: Any) -> None:

@@ -30,7 +30,8 @@ def check_tokens(start: Start, data: Path) -> None:
     if not own.is_file():
         return
     index = shards.read_index(data)
-    if not shards.read_tokenizer(data, index).same_tokens(tokenizers.load(own, index.end_of_text)):
+    made_by = shards.read_tokenizer(data, index).backend
+    if not tokenizers.same_tokens(made_by, tokenizers.read_backend(own), index.end_of_text):
         raise ModelError(
             f"{data} is in the tokens of another tokenizer than {start.folder}'s: prepare the text with "
             f"`dualres prepare SOURCE OUT --tokenizer {own}`"

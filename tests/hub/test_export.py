@@ -1,0 +1,252 @@
+"""Runs, exported folders and back; and training on from a saved model."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from dualres import cli
+from dualres.data.prepare import Settings, prepare
+from dualres.evaluate.subject import load_subject
+from dualres.experiment import load_recipe
+from dualres.hub.convert import convert
+from dualres.hub.errors import ModelError
+from dualres.hub.export import RUN_RECORD, export, import_run, open_model
+from dualres.hub.saved import load_model
+from dualres.hub.start import check_tokens, read_start
+from dualres.train.errors import TrainError
+from dualres.train.load import load_run
+from dualres.train.loop import train
+from tests.hub.family import saved_family_model
+from tests.small import random_tokens, relative_error
+from tests.train.tiny import ALONE, Told, overrides, tiny_config, tiny_data
+
+TOKENS = random_tokens(2, 21, vocab_size=257)
+
+
+class Made:
+    """A tiny run of each kind, trained once."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.data = folder, tiny_data(folder)
+        for residual in ("dar-block", "standard"):
+            train(tiny_config(residual, train__tokens=20 * 4 * 32), self.data, folder / residual, ALONE, Told())
+        train(tiny_config("dar-block", "moe", train__tokens=4 * 4 * 32), self.data, folder / "moe", ALONE, Told())
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    return Made(tmp_path_factory.mktemp("runs"))
+
+
+@pytest.mark.parametrize("name", ["dar-block", "standard", "moe"])
+def test_a_run_goes_out_and_comes_back(name: str, made: Made, tmp_path: Path):
+    run, out = made.folder / name, tmp_path / "out"
+    export(run, out)
+    ours = load_run(run)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(out)
+    with torch.no_grad():
+        assert torch.equal(loaded(TOKENS).logits, ours.decoder(TOKENS))
+    text = "Grüße, 世界"
+    assert transformers.AutoTokenizer.from_pretrained(out)(text)["input_ids"] == ours.tokenizer.encode(text)
+
+    import_run(out, tmp_path / "again")
+    again = load_run(tmp_path / "again")
+    assert all(torch.equal(p, q) for p, q in zip(again.decoder.parameters(), ours.decoder.parameters(), strict=True))
+    export(tmp_path / "again", tmp_path / "out2")
+    for file in ("model.safetensors", "config.json", "tokenizer.json", RUN_RECORD):
+        assert (tmp_path / "out2" / file).read_bytes() == (out / file).read_bytes(), file
+
+
+def test_the_card_has_what_was_trained_and_measured(made: Made, tmp_path: Path):
+    run = made.folder / "dar-block"
+    export(run, tmp_path / "out")
+    card = (tmp_path / "out" / "README.md").read_text()
+    loss = json.loads((run / "summary.json").read_text())["validation_loss"]
+    for wanted in (
+        f"| validation loss | {loss:.4f} |",
+        "`dar-block`",
+        "2,560 tokens",
+        "| learning_rate |",
+        "on `data`",
+    ):
+        assert wanted in card, wanted
+    assert str(made.folder) not in card + (tmp_path / "out" / RUN_RECORD).read_text()  # no place of this machine
+    code = card.split("```python\n")[1].split("```")[0]
+    compile(code, "card", "exec")
+
+
+def test_best_and_last_and_dtype(made: Made, tmp_path: Path):
+    run = made.folder / "dar-block"
+    export(run, tmp_path / "best", which="best", dtype="bfloat16")
+    best = load_model(tmp_path / "best")
+    wanted = load_run(run, "best").decoder.bfloat16()
+    assert best.dtype == torch.bfloat16
+    assert all(torch.equal(p, q) for p, q in zip(best.decoder.parameters(), wanted.parameters(), strict=True))
+
+
+def test_standard_as_llama_and_the_others_refused(made: Made, tmp_path: Path):
+    export(made.folder / "standard", tmp_path / "llama", form="llama")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "llama")
+    assert isinstance(model, transformers.LlamaForCausalLM)
+    with torch.no_grad():
+        assert relative_error(model(TOKENS).logits, load_run(made.folder / "standard").decoder(TOKENS)) < 1e-5
+    assert not list((tmp_path / "llama").glob("*.py"))
+    assert "import dualres" not in (tmp_path / "llama" / "README.md").read_text()
+    with pytest.raises(ModelError, match="is on dar-block, which Llama has not"):
+        export(made.folder / "dar-block", tmp_path / "no", form="llama")
+    assert not (tmp_path / "no").exists()
+
+
+def test_a_folder_that_is_there_is_not_touched(made: Made, tmp_path: Path):
+    (tmp_path / "mine").write_text("mine")
+    for work in (lambda: export(made.folder / "standard", tmp_path), lambda: import_run(tmp_path, tmp_path)):
+        with pytest.raises(ModelError):
+            work()
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_a_save_that_fails_leaves_nothing(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("dualres.hub.bundle.add_code", full)
+    with pytest.raises(OSError, match="No space"):
+        export(made.folder / "standard", tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+DAMAGED = {
+    "another method": (lambda f: _change(f, ["residual"], {"method": "standard"}), "which is not part of it"),
+    "another width": (lambda f: _change(f, ["model", "width"], 64), r"model.safetensors is 257×32, not 257×64"),
+    "an unknown key": (lambda f: _change(f, ["model", "depth"], 3), "unknown key model.depth=3"),
+    "no section": (lambda f: _change(f, ["residual"], None), "residual=None is no section"),
+    "not JSON": (lambda f: (f / "config.json").write_text("{"), "config.json cannot be read"),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), "has no model.safetensors"),
+    "half of the weights": (lambda f: _truncate(f / "model.safetensors"), "is no whole safetensors file"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_folder_is_refused_by_name(name: str, made: Made, tmp_path: Path):
+    export(made.folder / "dar-block", tmp_path / "out")
+    damage, message = DAMAGED[name]
+    damage(tmp_path / "out")
+    with pytest.raises(ModelError, match=message):
+        load_model(tmp_path / "out")
+
+
+def test_transformers_refuses_tensors_that_do_not_match(made: Made, tmp_path: Path):
+    export(made.folder / "dar-block", tmp_path / "out")
+    _change(tmp_path / "out", ["residual", "method"], "dar-selfkv")
+    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")  # the same tensors
+    _change(tmp_path / "out", ["residual"], {"method": "standard"})
+    with pytest.raises(ValueError, match="do not match its config"):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
+def _change(folder: Path, keys: list[str], value: object) -> None:
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    place = config
+    for key in keys[:-1]:
+        place = place[key]
+    place[keys[-1]] = value
+    path.write_text(json.dumps(config))
+
+
+def _truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def test_training_goes_on_from_a_saved_model(made: Made, tmp_path: Path):
+    """The first loss is the source's, not a fresh model's; a resumed run does not begin again."""
+    export(made.folder / "standard", tmp_path / "llama", form="llama")
+    convert(str(tmp_path / "llama"), tmp_path / "dar", "dar-block", ["residual.layers_per_block=1"])
+    start = read_start(tmp_path / "dar")
+    check_tokens(start, made.data)
+    changes = [change for change in overrides(train__tokens=8 * 4 * 32) if change.startswith("train.")]
+    config = load_recipe("nano", start.model, start.residual, changes)
+    assert config.model.read_eps is not None
+    told = Told()
+    train(config, made.data, tmp_path / "run", ALONE, told, start=tmp_path / "dar")
+    assert "begins with the weights" in " ".join(told.said)
+    first = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])["loss"]
+    fresh = json.loads((made.folder / "standard" / "metrics.jsonl").read_text().splitlines()[0])["loss"]
+    assert fresh == pytest.approx(math.log(257), abs=0.2)
+    assert first < fresh - 0.3
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["start"] == "dar"
+    before = load_run(tmp_path / "run").decoder.state_dict()
+    told = Told()
+    train(config, made.data, tmp_path / "run", ALONE, told, start=tmp_path / "dar")
+    assert "resumed" in " ".join(told.said)
+    after = load_run(tmp_path / "run").decoder.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_data_of_another_tokenizer_are_refused(made: Made, tmp_path: Path):
+    export(made.folder / "dar-block", tmp_path / "out")
+    prepare(Settings(str(made.folder / "topics.jsonl"), "bpe:300", held_out=0.1), tmp_path / "data")
+    with pytest.raises(ModelError, match=r"another tokenizer .* --tokenizer .*tokenizer.json"):
+        check_tokens(read_start(tmp_path / "out"), tmp_path / "data")
+
+
+def test_an_imported_run_says_how_to_train_on(made: Made, tmp_path: Path):
+    export(made.folder / "dar-block", tmp_path / "out")
+    import_run(tmp_path / "out", tmp_path / "run")
+    config = tiny_config("dar-block", train__tokens=20 * 4 * 32)
+    with pytest.raises(TrainError, match="it was imported"):
+        train(config, made.data, tmp_path / "run", ALONE, Told())
+
+
+def test_what_was_not_exported_from_a_run_is_not_imported(made: Made, tmp_path: Path):
+    convert(str(saved_family_model("llama", tmp_path / "source")), tmp_path / "out", "dar-block")
+    with pytest.raises(ModelError, match="was not exported from a run"):
+        import_run(tmp_path / "out", tmp_path / "run")
+    with pytest.raises(ModelError, match="holds a llama model"):
+        import_run(tmp_path / "source", tmp_path / "run")
+
+
+def test_subjects_of_all_kinds_agree(made: Made, tmp_path: Path):
+    export(made.folder / "standard", tmp_path / "ours")
+    export(made.folder / "standard", tmp_path / "llama", form="llama")
+    subjects = [load_subject(str(path)) for path in (made.folder / "standard", tmp_path / "ours", tmp_path / "llama")]
+    assert [subject.name for subject in subjects] == ["standard", "ours", "llama"]
+    assert {subject.context for subject in subjects} == {32}
+    assert {subject.prefix for subject in subjects} == {256}
+    assert len({subject.identity for subject in subjects}) == 3
+    assert load_subject(str(tmp_path / "ours")).identity == subjects[1].identity
+    assert load_subject(str(tmp_path / "ours"), dtype="bfloat16").identity != subjects[1].identity
+    with torch.no_grad():
+        wanted = subjects[0].model(TOKENS).logits
+        assert all(relative_error(subject.model(TOKENS).logits, wanted) < 1e-5 for subject in subjects)
+    (tmp_path / "llama" / "tokenizer.json").unlink()
+    (tmp_path / "llama" / "tokenizer_config.json").unlink()
+    with pytest.raises(ModelError, match="has no tokenizer"):
+        load_subject(str(tmp_path / "llama"))
+
+
+def test_commands(made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run, out = str(made.folder / "standard"), str(tmp_path / "llama")
+    assert cli.main(["export", run, out, "--form", "llama"]) == 0
+    assert cli.main(["convert", out, str(tmp_path / "dar"), "--residual", "dar-block"]) == 0
+    assert "differ from the source's by" in capsys.readouterr().out
+    assert cli.main(["convert", out, str(tmp_path / "dar"), "--residual", "dar-block"]) == 2
+    assert "is there already" in capsys.readouterr().err
+    assert cli.main(["export", run, str(tmp_path / "ours")]) == 0
+    assert cli.main(["import", str(tmp_path / "ours"), str(tmp_path / "run")]) == 0
+    assert open_model(tmp_path / "run").record is not None
+    shutil.rmtree(tmp_path / "ours")
+    data = ["--data", str(made.data), "--out", str(tmp_path / "more")]
+    changes = [
+        word for change in overrides(train__tokens=4 * 4 * 32) if "train." in change for word in ("--set", change)
+    ]
+    began = ["--from", str(tmp_path / "dar")]
+    assert cli.main(["train", "nano", "dar-block", *began, *data, *changes]) == 0
+    assert cli.main(["train", "nano", "mhc-4", *began, *data, *changes]) == 2
+    assert "name what it is on" in capsys.readouterr().err
