@@ -8,14 +8,14 @@ import sys
 from collections.abc import Sequence
 
 from dualres import __version__
-from dualres.commands import generate, look, prepare, suite, train
+from dualres.commands import evaluate, generate, look, prepare, suite, train
 from dualres.config import ConfigError
 from dualres.data.errors import DataError
 from dualres.extras import MissingExtraError
 from dualres.train.errors import TrainError
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-COMMANDS = (look, prepare, train, generate, suite)
+COMMANDS = (look, prepare, train, generate, suite, evaluate)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
