@@ -94,7 +94,7 @@ def zero_shot(models: Sequence[ModelResult], asked: Asked) -> tuple[str, ...]:
         splits = {d.task.split for d in asked.tasks if d.split != d.task.split}
         notes.append(
             f"The harness's default split of {', '.join(other)} is {' or '.join(sorted(splits))}, which was not there: "
-            "their numbers are of another split than the paper's."
+            "their numbers are of another split, and not to be held against the paper's."
         )
     if "social_iqa" in {d.task.name for d in asked.tasks}:
         notes.append("The harness's SocialIQA has only acc, the last column; acc_norm is added, and is in the average.")

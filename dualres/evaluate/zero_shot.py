@@ -191,8 +191,8 @@ class _Watch:
         longest = max(len(answer) for _, _, answer in requests)
         if longest > self.context:
             raise ConfigError(
-                f"{self.task} has an answer of {longest} tokens and the context is {self.context}: use a longer "
-                "--context or leave the task out of --zero-shot"
+                f"{self.task} has an answer of {longest} tokens and the context is {self.context}: leave the "
+                "task out of --zero-shot, or use a model or --context that reads as much"
             )
         # The last token is predicted, and so not read.
         self.cut = sum(len(prompt) + len(answer) > self.context + 1 for _, prompt, answer in requests)
