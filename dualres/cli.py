@@ -8,14 +8,15 @@ import sys
 from collections.abc import Sequence
 
 from dualres import __version__
-from dualres.commands import evaluate, generate, look, prepare, suite, train
+from dualres.commands import evaluate, generate, look, prepare, share, suite, train
 from dualres.config import ConfigError
 from dualres.data.errors import DataError
 from dualres.extras import MissingExtraError
+from dualres.hub.errors import ModelError
 from dualres.train.errors import TrainError
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-COMMANDS = (look, prepare, train, generate, suite, evaluate)
+COMMANDS = (look, prepare, train, generate, suite, evaluate, share)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code: int = arguments.command(arguments)
         sys.stdout.flush()
         return code
-    except (ConfigError, DataError, MissingExtraError) as error:
+    except (ConfigError, DataError, MissingExtraError, ModelError) as error:
         return _failed(error, 2)
     except TrainError as error:
         return _failed(error, 1)

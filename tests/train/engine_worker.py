@@ -26,8 +26,11 @@ def name(engine: str, stage: int, feedforward: str) -> str:
     return f"{engine}{stage or ''}-{feedforward}"
 
 
-def main(group: str, data: Path, folder: Path) -> None:
-    """All cases of a group in one launch. FOLDER/CASE holds the run, FOLDER/errors.json what went wrong."""
+def main(group: str, data: Path, folder: Path, start: Path) -> None:
+    """All cases of a group in one launch. FOLDER/CASE holds the run, FOLDER/errors.json what went wrong.
+
+    Dense models begin with the weights of START.
+    """
     errors = {}
     with join_world("cpu") as world:
         for case in CASES[group]:
@@ -36,7 +39,8 @@ def main(group: str, data: Path, folder: Path) -> None:
                 feedforward=feedforward, train__engine=engine, train__parallel__zero_stage=stage, **SHORT
             )
             try:
-                train(config, data, folder / name(*case), world, Told())
+                begin = start if feedforward == "dense" else None
+                train(config, data, folder / name(*case), world, Told(), start=begin)
             except Exception:
                 errors[name(*case)] = traceback.format_exc()
         if world.leads:
@@ -44,4 +48,4 @@ def main(group: str, data: Path, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]))
+    main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4]))

@@ -12,6 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from dualres.hub.model import DualResForCausalLM
+from dualres.model.decoder import build_decoder
 from dualres.train.build import engine_name
 from dualres.train.errors import TrainError
 from dualres.train.load import load_run
@@ -35,17 +37,20 @@ GROUPS = [
 
 @pytest.fixture(scope="module")
 def alone(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A run of each kind on one process, the dense one from a saved model, which is there too."""
     folder = tmp_path_factory.mktemp("alone")
-    for feedforward in ("dense", "moe"):
-        train(tiny_config(feedforward=feedforward, **SHORT), data, folder / feedforward, ALONE, Told())
-    return {feedforward: folder / feedforward for feedforward in ("dense", "moe")}
+    dense, moe = (tiny_config(feedforward=feedforward, **SHORT) for feedforward in ("dense", "moe"))
+    DualResForCausalLM.of(build_decoder(dense.model, dense.residual, seed=7)).save_pretrained(folder / "start")
+    train(dense, data, folder / "dense", ALONE, Told(), start=folder / "start")
+    train(moe, data, folder / "moe", ALONE, Told())
+    return {name: folder / name for name in ("start", "dense", "moe")}
 
 
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="this PyTorch was built without gloo")
 @pytest.mark.parametrize("group", GROUPS)
 def test_two_processes_train_like_one(group: str, alone: dict[str, Path], data: Path, tmp_path: Path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += ["-m", "tests.train.engine_worker", group, str(data), str(tmp_path)]
+    command += ["-m", "tests.train.engine_worker", group, str(data), str(tmp_path), str(alone["start"])]
     done = subprocess.run(
         command,
         cwd=ROOT,
