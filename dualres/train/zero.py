@@ -5,7 +5,7 @@ import os
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dualres.config import Config
 from dualres.extras import need
@@ -78,13 +78,27 @@ class DeepSpeedEngine(Engine):
     def adopt(self, tensors: dict[str, Tensor]) -> None:
         """Hand the whole tensors back, each rank takes its part."""
         for name, parameter in self.parameters.items():
-            self.access.safe_set_full_fp32_param(parameter, tensors[f"model.{name}"])
-            for key in MOMENTS:
-                self.access.safe_set_full_optimizer_state(parameter, tensors[f"optimizer.{key}.{name}"], key)
-            if parameter.numel():  # not kept in parts (ZeRO 3), so the forward pass reads this copy
-                parameter.data.copy_(tensors[f"model.{name}"])
+            weights = tensors[f"model.{name}"]
+            moments = {key: tensors[f"optimizer.{key}.{name}"] for key in MOMENTS}
+            if hasattr(parameter, "ds_tensor"):  # ZeRO 3 keeps parts; its own setter of whole tensors cannot cut all
+                self.access.safe_set_local_fp32_param(parameter, self._part(parameter, weights))
+                for key, moment in moments.items():
+                    self.access.safe_set_local_optimizer_state(parameter, self._part(parameter, moment), key)
+                parameter.ds_tensor.data.copy_(self._part(parameter, weights))
+            else:
+                self.access.safe_set_full_fp32_param(parameter, weights)
+                for key, moment in moments.items():
+                    self.access.safe_set_full_optimizer_state(parameter, moment, key)
+            if parameter.numel():  # whole, also where ZeRO 3 finds it too small to cut: the forward pass reads this
+                parameter.data.copy_(weights)
         for state in self.adamw.state.values():
             state["step"].copy_(next(value for name, value in tensors.items() if name.startswith("optimizer.step.")))
+
+    def _part(self, parameter: Any, whole: Tensor) -> Tensor:
+        """This rank's part of a tensor; the last ones are filled up with zeros."""
+        size = parameter.ds_tensor.numel()
+        filled = nn.functional.pad(whole.flatten(), (0, size * self.world.size - whole.numel()))
+        return filled[self.world.rank * size : (self.world.rank + 1) * size]
 
     def _create_moments(self, context: int) -> None:
         """DeepSpeed has AdamW's state only after a step: take one of rate and gradient zero, and count it as none."""
