@@ -5,7 +5,7 @@ Every key is described in docs/configuration.md. dualres/experiment.py reads the
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, cast
 
 from dualres.fields import (
     ConfigError,
@@ -58,8 +58,8 @@ class MoEConfig:
 class RopeScaling:
     """Rotary frequencies for a longer context than a model began with.
 
-    linear: every frequency divided by `factor`. llama3: those of wavelengths beyond `original_context` / `low` are, those
-    below `original_context` / `high` are not, and between the two it goes smoothly over.
+    linear: all frequencies divided by `factor`. llama3: those of waves longer than `original_context` / `low` are, those
+    of waves shorter than `original_context` / `high` are not, and between the two it goes smoothly over.
     """
 
     kind: Literal["linear", "llama3"]
@@ -79,8 +79,7 @@ class RopeScaling:
                 raise ConfigError(f"model.rope_scaling.{name}={value} does not go with kind={self.kind}: {remedy}")
         if self.kind == "llama3":
             positive(self, "model.rope_scaling.", *edges)
-            assert self.low is not None and self.high is not None
-            if self.low >= self.high:
+            if not cast(float, self.low) < cast(float, self.high):
                 raise ConfigError(
                     f"model.rope_scaling.low={self.low} is not below model.rope_scaling.high={self.high}: "
                     "use low 1 and high 4"

@@ -8,6 +8,7 @@ import itertools
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tokenizers
@@ -72,11 +73,14 @@ def same_tokens(first: tokenizers.Tokenizer, second: tokenizers.Tokenizer, end_o
     return len(fingerprints) == 1 and None not in fingerprints
 
 
+def tokens_description(backend: tokenizers.Tokenizer) -> dict[str, Any]:
+    """What decides which tokens a text becomes, without what is added to them and how they are decoded."""
+    around = dict.fromkeys(("post_processor", "decoder", "truncation", "padding"))
+    return {**json.loads(backend.to_str()), **around}
+
+
 def _tokens_fingerprint(backend: tokenizers.Tokenizer, end_of_text: int) -> str | None:
-    described = {
-        **json.loads(backend.to_str()),
-        **dict.fromkeys(("post_processor", "decoder", "truncation", "padding")),
-    }
+    described = tokens_description(backend)
     copy = tokenizers.Tokenizer.from_str(json.dumps(described))
     return None if copy.id_to_token(end_of_text) is None else Tokenizer(copy, end_of_text).fingerprint
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from dualres.config import ConfigError
 from dualres.data.errors import DataError
 from dualres.data.shards import read_index
+from dualres.data.tokenizer import tokens_description
 from dualres.evaluate import kept, perplexity, zero_shot
 from dualres.evaluate.batches import Batch, batch_for, batch_size
 from dualres.evaluate.documents import Source
@@ -144,11 +145,8 @@ def _key(subject: Subject, **what: Any) -> dict[str, Any]:
 
 def tokenizer_digest(tokenizer: Any) -> str:
     """The same for two tokenizers that make the same tokens of a text, whatever they add to it or decode to."""
-    described: Any = {}
-    if (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:
-        described = json.loads(backend.to_str())
-        for part in ("post_processor", "decoder", "truncation", "padding"):
-            described.pop(part, None)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    described = {} if backend is None else tokens_description(backend)
     text = json.dumps([described, sorted(tokenizer.get_vocab().items())], sort_keys=True)
     return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:16]
 
