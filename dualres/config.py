@@ -58,8 +58,8 @@ class MoEConfig:
 class RopeScaling:
     """Rotary frequencies for a longer context than a model began with.
 
-    linear: all frequencies divided by `factor`. llama3: those of waves longer than `original_context` / `low` are, those
-    of waves shorter than `original_context` / `high` are not, and between the two it goes smoothly over.
+    linear: all frequencies divided by `factor`. llama3: those of waves longer than `original_context` / `low`, and not
+    those of waves shorter than `original_context` / `high`; between the two it goes smoothly over.
     """
 
     kind: Literal["linear", "llama3"]

@@ -91,7 +91,7 @@ def _score_task(
     huggingface = need("lm_eval.models.huggingface", "evaluate", PURPOSE)
     name = documents.task.name
     with _quiet():
-        task = _harness_task(documents, limit)
+        task = harness_task(documents, limit)
         tokenizer = subject.tokenizer  # the harness gives it a padding token, if need be a new one
         model = huggingface.HFLM(
             pretrained=subject.model,
@@ -146,7 +146,7 @@ def from_data(data: Mapping[str, Any]) -> TaskScore:
     return score
 
 
-def _harness_task(documents: TaskDocuments, limit: int | None) -> Any:
+def harness_task(documents: TaskDocuments, limit: int | None) -> Any:
     """The stock task, with our documents in place of the hub's; no more of them than are asked for."""
     tasks = need("lm_eval.tasks", "evaluate", PURPOSE)
     task = documents.task
