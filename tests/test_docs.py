@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dualres.config import ModelConfig, MoEConfig, ParallelConfig, ResidualConfig, TrainConfig
+from dualres.config import ModelConfig, MoEConfig, ParallelConfig, ResidualConfig, RopeScaling, TrainConfig
 from dualres.residual.registry import METHODS
 
 ROOT = Path(__file__).parent.parent
@@ -50,7 +50,14 @@ def test_files_named_in_the_docs_exist(page: Path):
 
 @pytest.mark.parametrize(
     ("section", "prefix"),
-    [(ModelConfig, ""), (MoEConfig, "moe."), (ResidualConfig, ""), (TrainConfig, ""), (ParallelConfig, "parallel.")],
+    [
+        (ModelConfig, ""),
+        (MoEConfig, "moe."),
+        (RopeScaling, "rope_scaling."),
+        (ResidualConfig, ""),
+        (TrainConfig, ""),
+        (ParallelConfig, "parallel."),
+    ],
 )
 def test_every_key_is_described(section: type, prefix: str):
     text = (ROOT / "docs" / "configuration.md").read_text()
