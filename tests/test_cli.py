@@ -85,7 +85,7 @@ def test_bad_input_is_one_line_and_exit_2(arguments: list[str], capsys: pytest.C
         (["train", "--help"], [*names("scale"), *names("residual"), "torchrun", "--dry-run", "--gpus", "resumes"]),
         (["evaluate", "--help"], ["hellaswag", "--perplexity", "--tasks-from", "olmo", "goes on where it stopped"]),
         (["export", "--help"], ["--form", "example", "model card"]),
-        (["import", "--help"], ["inverse of export", "--from"]),
+        (["import", "--help"], ["The inverse of export", "--from"]),
         (["convert", "--help"], [*names("residual"), "Qwen", "--set", "example"]),
         (["generate", "--help"], ["example", "--temperature", "--checkpoint"]),
         (

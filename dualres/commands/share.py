@@ -39,9 +39,10 @@ def add(commands: Any) -> None:
     sub = arguments.command(
         commands,
         "import",
-        "make a run's folder of an exported one: the inverse of export",
-        "Write the model of FOLDER, which `dualres export` made of a run, to RUN as that run with one checkpoint:\n"
-        "its weights, and no optimizer state. To train on from it: dualres train SCALE RESIDUAL --from FOLDER",
+        "make a run's folder of an exported one",
+        "The inverse of export: write the model of FOLDER, which `dualres export` made of a run, to RUN as that run\n"
+        "with one checkpoint, its weights and no optimizer state.\n"
+        "To train on from it: dualres train SCALE RESIDUAL --from FOLDER",
         "example:\n  dualres import models/nano-dar runs/nano-dar-again",
     )
     sub.add_argument("folder", metavar="FOLDER", type=Path, help="an exported model")

@@ -13,7 +13,7 @@ from dualres.hub.errors import ModelError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
-SHOWN = 3  # names in a message
+SHOWN = 2  # names of each kind of fault in a message
 
 
 class Stored(NamedTuple):
@@ -61,18 +61,25 @@ def files(folder: Path) -> list[Path]:
 
 def check(found: Mapping[str, Stored], wanted: Mapping[str, tuple[int, ...]], folder: Path) -> None:
     """Refuse tensors that are missing, too many or of another shape than the config says."""
-    faults = [f"{name} is missing" for name in wanted if name not in found]
-    faults += [f"{found[name].file.name} has {name}, which is not part of it" for name in found if name not in wanted]
-    for name in wanted:
-        if name in found and found[name].shape != tuple(wanted[name]):
-            there, file = "×".join(map(str, found[name].shape)), found[name].file.name
-            faults.append(f"{name} in {file} is {there}, not {'×'.join(map(str, wanted[name]))}")
-    if faults:
-        more = f" and {len(faults) - SHOWN} more" if len(faults) > SHOWN else ""
+    missing = [f"{name} is missing" for name in wanted if name not in found]
+    foreign = [f"{found[name].file.name} has {name}, which is not part of it" for name in found if name not in wanted]
+    misshapen = [
+        f"{name} in {found[name].file.name} is {_size(found[name].shape)}, not {_size(wanted[name])}"
+        for name in wanted
+        if name in found and found[name].shape != tuple(wanted[name])
+    ]
+    shown = [fault for faults in (missing, foreign, misshapen) for fault in faults[:SHOWN]]
+    if shown:
+        more = len(missing) + len(foreign) + len(misshapen) - len(shown)
         raise ModelError(
-            f"the weights of {folder} do not match its config.json: {'; '.join(faults[:SHOWN])}{more}. Restore both "
-            "from one place"
+            f"the weights of {folder} do not match its config.json: {'; '.join(shown)}"
+            + (f" and {more} more" if more else "")
+            + ". Restore both from one place"
         )
+
+
+def _size(shape: tuple[int, ...]) -> str:
+    return "×".join(map(str, shape)) or "a scalar"
 
 
 def read_into(targets: Mapping[str, Tensor], found: Mapping[str, Stored]) -> None:
