@@ -8,8 +8,9 @@ import torch
 
 from dualres.commands import arguments
 from dualres.config import ConfigError
+from dualres.hub.export import load_decoder
 from dualres.model.generate import generate
-from dualres.train.load import CHOICES, load_run
+from dualres.train.load import CHOICES
 
 
 def add(commands: Any) -> None:
@@ -18,10 +19,10 @@ def add(commands: Any) -> None:
         commands,
         "generate",
         "continue a prompt with a trained model",
-        "Load a run's checkpoint and continue PROMPT until the text ends or --tokens are there.",
+        "Load a run's checkpoint, or an exported model, and continue PROMPT until the text ends or --tokens are there.",
         'example:\n  dualres generate runs/nano-dar-block "def main(" --temperature 0.8',
     )
-    sub.add_argument("run", metavar="RUN", type=Path, help="folder of a run")
+    sub.add_argument("model", metavar="MODEL", type=Path, help="folder of a run, or of an exported model")
     sub.add_argument("prompt", metavar="PROMPT", help="text to continue; empty to begin a document")
     sub.add_argument("--tokens", metavar="N", type=int, default=100, help="at most so many (default 100)")
     sub.add_argument(
@@ -48,7 +49,7 @@ def check(given: argparse.Namespace) -> None:
 
 def _generate(given: argparse.Namespace) -> int:
     check(given)
-    loaded = load_run(given.run, given.checkpoint)
+    loaded = load_decoder(given.model, given.checkpoint)
     prompt = loaded.tokenizer.encode(given.prompt) or [loaded.tokenizer.end_of_text]
     generator = torch.Generator().manual_seed(given.seed)
     [tokens] = generate(loaded.decoder, [prompt], given.tokens, temperature=given.temperature, generator=generator)

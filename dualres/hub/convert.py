@@ -31,6 +31,7 @@ DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 NEEDLESS = ("rotary_emb.inv_freq",)  # of old checkpoints: computed, not learned
 CHECKED = (2, 64)  # sequences and tokens that source and result are compared on
 MAY_SET = ("residual.", "model.context=")
+GENERATION = "generation_config.json"
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -58,7 +59,7 @@ def convert(
 
     `check` compares the logits of both in float32 and refuses a difference; it holds both models in memory.
     """
-    need("transformers", "hub", "the conversion of a checkpoint")
+    transformers = need("transformers", "hub", "the conversion of a checkpoint")
     from dualres.hub.model import DualResForCausalLM
 
     given = read_source(local_folder(source))
@@ -66,6 +67,8 @@ def convert(
     decoder = decoder_of(given, model, pathway, seed)
     tokens = {name: value for name in TOKENS if (value := getattr(given.config, name, None)) is not None}
     made = DualResForCausalLM.of(decoder, **tokens).eval()
+    if (given.saved.folder / GENERATION).is_file():
+        made.generation_config = transformers.GenerationConfig.from_pretrained(given.saved.folder)
     difference = relative_difference(given, made) if check else None
     if difference is not None and not difference <= TOLERANCE:
         raise ModelError(

@@ -17,11 +17,11 @@ from dualres.fields import build
 from dualres.files import new_folder, write_json
 from dualres.hub import card, llama
 from dualres.hub.errors import ModelError
-from dualres.hub.saved import load_model, new_model_folder, write_model
+from dualres.hub.saved import is_ours, load_model, new_model_folder, write_model
 from dualres.hub.tokenizer import as_transformers, load_tokenizer
 from dualres.model.accounting import parameters
 from dualres.train import checkpoint, run
-from dualres.train.load import load_run
+from dualres.train.load import Loaded, load_run
 from dualres.train.world import World
 
 Form = Literal["dualres", "llama"]
@@ -44,14 +44,23 @@ def open_model(source: Path, which: str = "last") -> Opened:
     from dualres.hub.model import DualResForCausalLM
 
     if not is_run(source):
-        record = source / RUN_RECORD
-        known = json.loads(record.read_text(encoding="utf-8")) if record.is_file() else None
-        return Opened(source.resolve().name, load_model(source), load_tokenizer(source), known)
+        return Opened(source.resolve().name, load_model(source), load_tokenizer(source), _read_record(source))
     loaded = load_run(source, which)
     end = loaded.tokenizer.end_of_text
     model = DualResForCausalLM.of(loaded.decoder, eos_token_id=end, pad_token_id=end).eval()
     tokenizer = as_transformers(loaded.tokenizer, loaded.decoder.config.context)
     return Opened(source.resolve().name, model, tokenizer, _record(source, loaded.checkpoint))
+
+
+def load_decoder(source: Path, which: str = "last") -> Loaded:
+    """The decoder and tokenizer of a run or of a saved dualres model's folder, in our own form."""
+    if is_run(source) or not is_ours(source):
+        return load_run(source, which)
+    model = load_model(source)
+    end = model.config.eos_token_id
+    if not (source / TOKENIZER).is_file():
+        raise ModelError(f"{source} has no {TOKENIZER}: put that of the model there")
+    return Loaded(model.decoder, load_json_tokenizer(source / TOKENIZER, end if isinstance(end, int) else None), source)
 
 
 def is_run(folder: Path) -> bool:
@@ -143,6 +152,21 @@ def import_run(folder: Path, out: Path) -> Path:
 
 def _refuse(text: str) -> None:
     raise ModelError(text)
+
+
+def _read_record(folder: Path) -> dict[str, Any] | None:
+    """What `export` wrote of the run; None where the model is of none."""
+    path = folder / RUN_RECORD
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        _history(record)
+        return dict(record)
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(
+            f"{path} is not what `dualres export` writes ({error!r}): export again, or remove the file"
+        ) from None
 
 
 def _record(source: Path, path: Path) -> dict[str, Any]:

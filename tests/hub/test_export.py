@@ -16,7 +16,7 @@ from dualres.evaluate.subject import load_subject
 from dualres.experiment import load_recipe
 from dualres.hub.convert import convert
 from dualres.hub.errors import ModelError
-from dualres.hub.export import RUN_RECORD, export, import_run, open_model
+from dualres.hub.export import RUN_RECORD, export, import_run, load_decoder, open_model
 from dualres.hub.saved import load_model
 from dualres.hub.start import check_tokens, read_start
 from dualres.train.errors import TrainError
@@ -250,3 +250,18 @@ def test_commands(made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert cli.main(["train", "nano", "dar-block", *began, *data, *changes]) == 0
     assert cli.main(["train", "nano", "mhc-4", *began, *data, *changes]) == 2
     assert "name what it is on" in capsys.readouterr().err
+
+
+def test_generate_takes_runs_and_exported_models(made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    export(made.folder / "dar-block", tmp_path / "out")
+    said = []
+    for model in (made.folder / "dar-block", tmp_path / "out"):
+        assert cli.main(["generate", str(model), "def main(", "--tokens", "12", "--seed", "3"]) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1]
+    (tmp_path / "out" / RUN_RECORD).write_text("[]")
+    with pytest.raises(ModelError, match="is not what `dualres export` writes"):
+        open_model(tmp_path / "out")
+    (tmp_path / "out" / "tokenizer.json").unlink()
+    with pytest.raises(ModelError, match=r"has no tokenizer.json"):
+        load_decoder(tmp_path / "out")
