@@ -53,7 +53,7 @@ def main() -> None:
     hush()
     torch.set_num_threads(given.threads)
     [documents] = task_documents(tasks_of(given.task), given.tasks_from)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, zero_shot.quiet():
         contenders = prepared(given, documents, Path(folder))
         scores = {name: score() for name, score in contenders.items()}  # warm, and what they reach
         times: dict[str, list[float]] = {name: [] for name in contenders}

@@ -90,7 +90,7 @@ def _score_task(
     evaluator = need("lm_eval.evaluator", "evaluate", PURPOSE)
     huggingface = need("lm_eval.models.huggingface", "evaluate", PURPOSE)
     name = documents.task.name
-    with _quiet():
+    with quiet():
         task = harness_task(documents, limit)
         tokenizer = subject.tokenizer  # the harness gives it a padding token, if need be a new one
         model = huggingface.HFLM(
@@ -205,7 +205,7 @@ class _Watch:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Without the harness's warnings and progress bars; ours say what matters."""
     tqdm = need("tqdm", "evaluate", PURPOSE).tqdm
     begin, levels = tqdm.__init__, {name: logging.getLogger(name).level for name in NOISY}
