@@ -2,6 +2,9 @@
 
 import sys
 import time
+from collections.abc import Callable
+
+Show = Callable[[str], None]  # is told how far the work has come
 
 TERMINAL_SECONDS, FILE_SECONDS = 0.1, 10.0
 CLEAR = "\r\x1b[K"
@@ -39,6 +42,10 @@ class Progress:
         if self.shown:
             print(file=sys.stderr, flush=True)
             self.shown = False
+
+
+def silent(text: str) -> None:
+    """A `Show` for those who do not look."""
 
 
 def duration(seconds: float) -> str:

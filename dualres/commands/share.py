@@ -7,6 +7,7 @@ from typing import Any
 from dualres.commands import arguments
 from dualres.experiment import names
 from dualres.extras import need
+from dualres.progress import Progress
 from dualres.train.load import CHOICES
 
 
@@ -94,7 +95,17 @@ def _convert(given: argparse.Namespace) -> int:
     hush()
     from dualres.hub.convert import convert
 
-    made = convert(given.source, given.out, given.residual, given.set, seed=given.seed, check=not given.no_check)
+    progress = Progress()
+    made = convert(
+        given.source,
+        given.out,
+        given.residual,
+        given.set,
+        seed=given.seed,
+        check=not given.no_check,
+        show=progress.show,
+    )
+    progress.end()
     if made.difference is None:
         print(f"{given.source} is written to {given.out} on {given.residual}; not compared with the source")
     else:

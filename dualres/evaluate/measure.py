@@ -15,14 +15,14 @@ from dualres.evaluate import kept, perplexity, zero_shot
 from dualres.evaluate.batches import Batch, batch_for, batch_size
 from dualres.evaluate.documents import Source
 from dualres.evaluate.kept import Piece
-from dualres.evaluate.perplexity import FirstToken, Show, SourceScore
+from dualres.evaluate.perplexity import FirstToken, SourceScore
 from dualres.evaluate.subject import Subject
 from dualres.evaluate.task_documents import TaskDocuments
 from dualres.evaluate.validation import ValidationScore, validation_loss
 from dualres.evaluate.zero_shot import TaskScore
 from dualres.extras import MissingExtraError
 from dualres.hub.errors import ModelError
-from dualres.progress import Progress, duration
+from dualres.progress import Progress, Show, duration
 from dualres.train.errors import TrainError
 
 

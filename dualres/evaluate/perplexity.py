@@ -19,14 +19,13 @@ from dualres.data.errors import DataError
 from dualres.evaluate.batches import CHUNK_BYTES, Batch, kind_of, vocabulary
 from dualres.evaluate.documents import Source, texts
 from dualres.evaluate.subject import Subject
-from dualres.progress import short
+from dualres.progress import Show, short, silent
 
 BUFFER = 2**21  # characters of documents that are tokenized together and sorted by length, to pad less
 POOLED = "pooled"
 
 FirstToken = Literal["scored", "skipped"]
 Tokens = NDArray[np.int64]
-Show = Callable[[str], None]
 
 
 class SourceScore(NamedTuple):
@@ -82,7 +81,7 @@ def score_source(
     *,
     batch: Batch,
     first_token: FirstToken = "scored",
-    show: Show = lambda text: None,
+    show: Show = silent,
 ) -> SourceScore:
     """The log-likelihood of every document of a source, each by itself.
 

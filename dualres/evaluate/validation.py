@@ -12,9 +12,9 @@ from dualres.data.errors import DataError
 from dualres.data.loader import Loader
 from dualres.data.tokenizer import same_tokens
 from dualres.evaluate.batches import Batch, vocabulary
-from dualres.evaluate.perplexity import Show, Window, window_nats
+from dualres.evaluate.perplexity import Window, window_nats
 from dualres.evaluate.subject import Subject
-from dualres.progress import short
+from dualres.progress import Show, short, silent
 
 
 class ValidationScore(NamedTuple):
@@ -27,7 +27,7 @@ class ValidationScore(NamedTuple):
 
 
 def validation_loss(
-    subject: Subject, data: Path, *, batch: Batch, tokens: int | None = None, show: Show = lambda text: None
+    subject: Subject, data: Path, *, batch: Batch, tokens: int | None = None, show: Show = silent
 ) -> ValidationScore:
     """Of the `validation` split in the order of the text, in windows of the subject's context.
 

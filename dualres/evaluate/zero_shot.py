@@ -16,6 +16,7 @@ from dualres.data.errors import DataError
 from dualres.evaluate.subject import Subject
 from dualres.evaluate.task_documents import TaskDocuments
 from dualres.extras import need
+from dualres.progress import Show, silent
 
 PURPOSE = "zero-shot evaluation"
 NOISY = "lm_eval", "transformers", "datasets", "huggingface_hub", "httpx"
@@ -66,7 +67,7 @@ def score_task(
     *,
     batch: int,
     limit: int | None = None,
-    show: Callable[[str], None] = lambda text: None,
+    show: Show = silent,
 ) -> TaskScore:
     """Accuracy of the answers that the model finds likeliest: acc by log-likelihood, acc_norm by that per character.
 
@@ -84,9 +85,7 @@ def score_task(
             torch.cuda.empty_cache()
 
 
-def _score_task(
-    subject: Subject, documents: TaskDocuments, batch: int, limit: int | None, show: Callable[[str], None]
-) -> TaskScore:
+def _score_task(subject: Subject, documents: TaskDocuments, batch: int, limit: int | None, show: Show) -> TaskScore:
     evaluator = need("lm_eval.evaluator", "evaluate", PURPOSE)
     huggingface = need("lm_eval.models.huggingface", "evaluate", PURPOSE)
     name = documents.task.name
@@ -181,7 +180,7 @@ def harness_task(documents: TaskDocuments, limit: int | None) -> Any:
 class _Watch:
     """Looks on while the harness scores: what does not fit, and how far it has come."""
 
-    def __init__(self, task: str, context: int, score: Callable[..., Any], show: Callable[[str], None]):
+    def __init__(self, task: str, context: int, score: Callable[..., Any], show: Show):
         self.task, self.context, self.score, self.show = task, context, score, show
         self.answers = self.done = self.cut = 0
 

@@ -23,6 +23,7 @@ from dualres.hub.saved import MODEL_TYPE, PREFIX, Saved, empty_decoder, new_mode
 from dualres.hub.tokenizer import load_tokenizer
 from dualres.model.accounting import parameters
 from dualres.model.decoder import Decoder, build_decoder, reset_part
+from dualres.progress import Show, silent
 from dualres.residual import registry
 from dualres.residual.gates import Gate
 
@@ -53,7 +54,14 @@ class Converted(NamedTuple):
 
 
 def convert(
-    source: str, out: Path, residual: str, overrides: Sequence[str] = (), *, seed: int = 42, check: bool = True
+    source: str,
+    out: Path,
+    residual: str,
+    overrides: Sequence[str] = (),
+    *,
+    seed: int = 42,
+    check: bool = True,
+    show: Show = silent,
 ) -> Converted:
     """Write the checkpoint `source` to `out` as a dualres model on the pathway `residual`, ready to be trained on.
 
@@ -64,11 +72,13 @@ def convert(
 
     given = read_source(local_folder(source))
     model, pathway = target(given, residual, overrides)
-    decoder = decoder_of(given, model, pathway, seed)
+    decoder = decoder_of(given, model, pathway, seed, show)
     tokens = {name: value for name in TOKENS if (value := getattr(given.config, name, None)) is not None}
     made = DualResForCausalLM.of(decoder, **tokens).eval()
     if (given.saved.folder / GENERATION).is_file():
         made.generation_config = transformers.GenerationConfig.from_pretrained(given.saved.folder)
+    if check:
+        show("comparing with the source")
     difference = relative_difference(given, made) if check else None
     if difference is not None and not difference <= TOLERANCE:
         raise ModelError(
@@ -90,6 +100,7 @@ def convert(
         measured,
         out.name,
     )
+    show(f"writing {out}")
     with new_model_folder(out) as folder:
         write_model(made, load_tokenizer(given.saved.folder), text, folder)
     return Converted(out, made, difference)
@@ -170,7 +181,7 @@ def target(source: Source, residual: str, overrides: Sequence[str] = ()) -> tupl
     return model, pathway
 
 
-def decoder_of(source: Source, model: ModelConfig, pathway: ResidualConfig, seed: int) -> Decoder:
+def decoder_of(source: Source, model: ModelConfig, pathway: ResidualConfig, seed: int, show: Show = silent) -> Decoder:
     """The source's weights in a decoder on another pathway, in the source's dtype; the pathway's own are drawn."""
     decoder = build_decoder(model, pathway, device="meta")
     names = llama.tensor_names(decoder)
@@ -188,7 +199,7 @@ def decoder_of(source: Source, model: ModelConfig, pathway: ResidualConfig, seed
             reset_part(part, name, model.init_std, seed)
             _open_to_learning(part, seed)
     filled: dict[str, Tensor] = {names[name]: p.data for name, p in decoder.named_parameters() if name in names}
-    weights.read_into(filled, source.tensors)
+    weights.read_into(filled, source.tensors, show)
     return decoder
 
 

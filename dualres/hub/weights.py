@@ -10,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dualres.hub.errors import ModelError
+from dualres.progress import Show, silent
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
@@ -82,8 +83,9 @@ def _size(shape: tuple[int, ...]) -> str:
     return "×".join(map(str, shape)) or "a scalar"
 
 
-def read_into(targets: Mapping[str, Tensor], found: Mapping[str, Stored]) -> None:
-    """Fill tensors from those found under the same names; one is in memory at a time."""
+def read_into(targets: Mapping[str, Tensor], found: Mapping[str, Stored], show: Show = silent) -> None:
+    """Fill tensors from those found under the same names; one is in memory at a time. `show` is told how far it is."""
+    done = 0
     by_file: dict[Path, list[str]] = {}
     for name in targets:
         by_file.setdefault(found[name].file, []).append(name)
@@ -92,6 +94,8 @@ def read_into(targets: Mapping[str, Tensor], found: Mapping[str, Stored]) -> Non
             with _opened(file) as tensors:
                 for name in names:
                     targets[name].copy_(tensors.get_tensor(found[name].name))
+                    done += 1
+                    show(f"reading weights  {done}/{len(targets)} tensors")
 
 
 def _opened(file: Path) -> safe_open:
