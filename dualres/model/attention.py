@@ -36,7 +36,9 @@ class Attention(nn.Module):
         if context.cache is not None:
             key, value = context.cache.update(key, value, self.layer)
         mask = context.mask
-        causal = mask is None and query.shape[2] > 1  # one token alone may look at all that are cached
+        causal = mask is None
+        if query.shape[2] == 1:  # a branch, not a product: compiled for any length, `causal` must stay a constant
+            causal = False  # one token alone may look at all that are cached
         mixed = scaled_dot_product_attention(query, key, value, mask, is_causal=causal, enable_gqa=True)
         return self.output(mixed.transpose(1, 2).flatten(2))
 

@@ -103,8 +103,8 @@ def module(kind: Kind) -> Any:
 @functools.cache
 def note(kind: Kind) -> None:
     """Say once that the kernels, or the package that compiles them, are missing."""
-    compiler = PACKAGES[kind]
-    missing = "dualres" if importlib.util.find_spec(compiler) is not None else compiler
+    kernels_are_here = importlib.util.find_spec(f"{__package__}.{kind}") is not None
+    missing = PACKAGES[kind] if kernels_are_here else "dualres"
     warnings.warn(
         f"{missing} is not installed, so residual pathways run as plain PyTorch, slower and with more memory: "
         f"pip install {missing}",
