@@ -35,7 +35,12 @@ def load_config(scale: str, residual: str, overrides: Sequence[str] = ()) -> Con
 
 
 def load_recipe(scale: str, model: ModelConfig, residual: ResidualConfig, overrides: Sequence[str] = ()) -> Config:
-    """The training recipe of SCALE for a model that is there already, then overrides."""
+    """The training recipe of SCALE for a model that is there already, then overrides of the recipe and the context."""
+    for override in overrides:
+        if override.startswith(("model.", "residual.")) and not override.startswith("model.context="):
+            raise ConfigError(
+                f"--set {override}: a model that is there already stays what it is; set train.… or model.context"
+            )
     data = {**_read("scale", scale), "model": dataclasses.asdict(model), "residual": dataclasses.asdict(residual)}
     data.pop("layers_per_block", None)
     _override(data, overrides)

@@ -56,10 +56,16 @@ def locked(folder: Path, refusal: Exception) -> Iterator[None]:
         yield
 
 
+def is_free(path: Path) -> bool:
+    """Whether nothing is there, or an empty folder."""
+    return not path.exists() or (path.is_dir() and not any(path.iterdir()))
+
+
 @contextmanager
 def new_folder(path: Path, refusal: Exception) -> Iterator[Path]:
     """A folder to write into, which gets its name when all is well; `refusal` where there is something already."""
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+    path = path.resolve()  # "." has no name to write beside
+    if not is_free(path):
         raise refusal
     partial = partial_of(path)
     shutil.rmtree(partial, ignore_errors=True)

@@ -1,6 +1,7 @@
 """`dualres generate`: continue a prompt with a trained model."""
 
 import argparse
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 
 from dualres.commands import arguments
 from dualres.config import ConfigError
-from dualres.hub.export import load_decoder
+from dualres.hub.speak import load_speaker
 from dualres.model.generate import generate
 from dualres.train.load import CHOICES
 
@@ -49,11 +50,10 @@ def check(given: argparse.Namespace) -> None:
 
 def _generate(given: argparse.Namespace) -> int:
     check(given)
-    loaded = load_decoder(given.model, given.checkpoint)
-    prompt = loaded.tokenizer.encode(given.prompt) or [loaded.tokenizer.end_of_text]
+    speaker = load_speaker(given.model, given.checkpoint)
+    prompt = speaker.encode(given.prompt)
     generator = torch.Generator().manual_seed(given.seed)
-    [tokens] = generate(loaded.decoder, [prompt], given.tokens, temperature=given.temperature, generator=generator)
-    if loaded.tokenizer.end_of_text in tokens:
-        tokens = tokens[: tokens.index(loaded.tokenizer.end_of_text)]
-    print(loaded.tokenizer.decode([*prompt, *tokens]))
+    [tokens] = generate(speaker.decoder, [prompt], given.tokens, temperature=given.temperature, generator=generator)
+    said = itertools.takewhile(lambda token: token not in speaker.ends, tokens)
+    print(speaker.decode([*prompt, *said]))
     return 0

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from dualres.commands import arguments
+from dualres.config import ConfigError
 from dualres.experiment import names
 from dualres.extras import need
 from dualres.progress import Progress
@@ -95,6 +96,8 @@ def _convert(given: argparse.Namespace) -> int:
     hush()
     from dualres.hub.convert import convert
 
+    if not 0 <= given.seed < 2**63:
+        raise ConfigError(f"--seed {given.seed}: use a number from 0 up to 2^63")
     progress = Progress()
     made = convert(
         given.source,

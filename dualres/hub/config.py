@@ -1,7 +1,10 @@
 """The config that `transformers` keeps of a dualres model: the two sections of an experiment that make a model."""
 
 import dataclasses
-from typing import Any
+import importlib
+import importlib.util
+from pathlib import Path
+from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
@@ -13,7 +16,7 @@ class DualResConfig(PreTrainedConfig):
     """`model` and `residual` as docs/configuration.md has them; sizes also under the names that `transformers` uses."""
 
     model_type = "dualres"
-    keys_to_ignore_at_inference = ("past_key_values",)
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]  # Trainer adds lists to it
 
     model: dict[str, Any] | None = None
     residual: dict[str, Any] | None = None
@@ -26,6 +29,13 @@ class DualResConfig(PreTrainedConfig):
     def of(cls, model: ModelConfig, residual: ResidualConfig, **others: Any) -> "DualResConfig":
         """The config of a decoder."""
         return cls(model=dataclasses.asdict(model), residual=dataclasses.asdict(residual), **others)
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        """config.json, and the code that loads the model where dualres is not installed."""
+        super().save_pretrained(save_directory, *args, **kwargs)
+        if self._auto_class is None and importlib.util.find_spec("dualres") is not None:
+            # A copy of this code that came with a model has `_auto_class`, and transformers copies it on.
+            importlib.import_module("dualres.hub.bundle").add_code(Path(save_directory))
 
     @property
     def model_config(self) -> ModelConfig:

@@ -18,11 +18,21 @@ from dualres.config import ConfigError, ModelConfig, ResidualConfig
 from dualres.experiment import load_residual
 from dualres.extras import need
 from dualres.hub import card, llama, weights
-from dualres.hub.errors import ModelError
-from dualres.hub.saved import MODEL_TYPE, PREFIX, Saved, empty_decoder, new_model_folder, read_saved, write_model
+from dualres.hub.errors import ModelError, read_by_transformers
+from dualres.hub.saved import (
+    CONFIG,
+    MODEL_TYPE,
+    PREFIX,
+    Saved,
+    check_new,
+    empty_decoder,
+    new_model_folder,
+    read_saved,
+    write_model,
+)
 from dualres.hub.tokenizer import load_tokenizer
 from dualres.model.accounting import parameters
-from dualres.model.decoder import Decoder, build_decoder, reset_part
+from dualres.model.decoder import Decoder, build_decoder, part_generator, reset_part
 from dualres.progress import Show, silent
 from dualres.residual import registry
 from dualres.residual.gates import Gate
@@ -32,6 +42,8 @@ DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 NEEDLESS = ("rotary_emb.inv_freq",)  # of old checkpoints: computed, not learned
 CHECKED = (2, 64)  # sequences and tokens that source and result are compared on
 MAY_SET = ("residual.", "model.context=")
+FETCHED = ["*.json", "*.jinja", "*.safetensors", "tokenizer*", "*.txt"]  # from the hub
+NOT_FETCHED = ["consolidated*"]  # the same weights in Mistral's own form
 GENERATION = "generation_config.json"
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -67,16 +79,17 @@ def convert(
 
     `check` compares the logits of both in float32 and refuses a difference; it holds both models in memory.
     """
-    transformers = need("transformers", "hub", "the conversion of a checkpoint")
+    need("transformers", "hub", "the conversion of a checkpoint")
     from dualres.hub.model import DualResForCausalLM
 
+    check_new(out)
     given = read_source(local_folder(source))
     model, pathway = target(given, residual, overrides)
     decoder = decoder_of(given, model, pathway, seed, show)
     tokens = {name: value for name in TOKENS if (value := getattr(given.config, name, None)) is not None}
     made = DualResForCausalLM.of(decoder, **tokens).eval()
     if (given.saved.folder / GENERATION).is_file():
-        made.generation_config = transformers.GenerationConfig.from_pretrained(given.saved.folder)
+        made.generation_config = _generation(given.saved.folder / GENERATION)
     if check:
         show("comparing with the source")
     difference = relative_difference(given, made) if check else None
@@ -88,13 +101,14 @@ def convert(
     measured = (
         {} if difference is None else {"relative difference of logits from the source, float32": f"{difference:.1e}"}
     )
+    name = (Path(source).resolve() if Path(source).is_dir() else Path(source)).name
     text = card.card(
-        f"{Path(source).name} on {pathway.method}",
+        f"{name} on {pathway.method}",
         model,
         pathway,
         parameters(decoder),
         [
-            f"Converted from `{Path(source).name}` ({given.config.model_type}). Its weights are unchanged; the "
+            f"Converted from `{name}` ({given.config.model_type}). Its weights are unchanged; the "
             "residual pathway starts where it computes what the standard residual computes, and is not trained yet."
         ],
         measured,
@@ -106,13 +120,26 @@ def convert(
     return Converted(out, made, difference)
 
 
+def _generation(path: Path) -> Any:
+    """The source's settings of generation. Old ones set a temperature and no sampling, which cannot be saved today."""
+    transformers = need("transformers", "hub", "the conversion of a checkpoint")
+    with read_by_transformers(path):
+        settings = transformers.GenerationConfig.from_pretrained(path.parent)
+        try:
+            settings.validate(strict=True)
+        except ValueError:
+            settings.do_sample = True
+            settings.validate(strict=True)
+    return settings
+
+
 def local_folder(source: str) -> Path:
     """A folder as it is; a name on the Hugging Face hub is fetched: config, tokenizer and safetensors, nothing else."""
     if Path(source).is_dir():
         return Path(source)
     hub = need("huggingface_hub", "hub", "a model from the Hugging Face hub")
     try:
-        found = hub.snapshot_download(source, allow_patterns=["*.json", "*.safetensors", "tokenizer*", "*.txt"])
+        found = hub.snapshot_download(source, allow_patterns=FETCHED, ignore_patterns=NOT_FETCHED)
     except Exception as error:  # of the network, the name, the permission
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(f"{source} is neither a folder nor a model that the hub gives ({reason})") from None
@@ -132,18 +159,22 @@ def read_source(folder: Path) -> Source:
             )
         if decoder.config.moe is not None:
             raise ModelError(f"{folder} has experts: dualres converts dense models")
+        if decoder.config.embedding_width not in (None, decoder.config.width):
+            raise ModelError(f"{folder} has a factorised vocabulary (model.embedding_width): it cannot be converted")
         names = {f"{PREFIX}{ours}": theirs for ours, theirs in llama.tensor_names(decoder).items()}
-        config = transformers.AutoConfig.from_pretrained(folder)
-        renamed = {names[name]: stored for name, stored in saved.tensors.items() if name in names}
+        with read_by_transformers(saved.folder / CONFIG):
+            config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        renamed = {names.get(name, name): stored for name, stored in saved.tensors.items()}
         return Source(saved, config, decoder.config, renamed)
-    if saved.config.get("model_type") not in llama.ARCHITECTURES:
+    if str(saved.config.get("model_type")) not in llama.ARCHITECTURES:
         known = ", ".join(llama.ARCHITECTURES)
         raise ModelError(f"{folder} is a {saved.config.get('model_type')} model: dualres converts {known}")
-    config = transformers.AutoConfig.from_pretrained(folder)
-    try:
-        model = llama.model_config(config, str(folder))
-    except ConfigError as error:
-        raise ModelError(f"{folder} does not fit our decoder: {error}") from None
+    with read_by_transformers(saved.folder / CONFIG):
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        try:
+            model = llama.model_config(config, str(folder))
+        except ConfigError as error:
+            raise ModelError(f"{folder} does not fit our decoder: {error}") from None
     return Source(saved, config, model, _needed(saved.tensors, model))
 
 
@@ -156,6 +187,8 @@ def _needed(tensors: Mapping[str, weights.Stored], model: ModelConfig) -> dict[s
 def target(source: Source, residual: str, overrides: Sequence[str] = ()) -> tuple[ModelConfig, ResidualConfig]:
     """The configs of the converted model: gates closed, and the eps that make every read exact."""
     for override in overrides:
+        if override.startswith("residual.method="):
+            raise ConfigError(f"--set {override}: name the pathway with --residual")
         if not override.startswith(MAY_SET):
             raise ConfigError(
                 f"--set {override}: a converted model is what its source is; set residual.… or model.context"
@@ -177,7 +210,7 @@ def target(source: Source, residual: str, overrides: Sequence[str] = ()) -> tupl
     pathway = registry.settled(pathway, 2 * model.layers)
     divisors = build_decoder(model, pathway, device="meta").stack.start_divisors()
     if any(c != 1 for c in divisors):
-        model = dataclasses.replace(model, read_eps=tuple(model.norm_eps / c**2 for c in divisors))
+        model = dataclasses.replace(model, read_eps=tuple(model.eps_of_read(i) / c**2 for i, c in enumerate(divisors)))
     return model, pathway
 
 
@@ -192,23 +225,23 @@ def decoder_of(source: Source, model: ModelConfig, pathway: ResidualConfig, seed
         raise ModelError(
             f"{source.saved.folder} has weights in {', '.join(sorted(kept))}: use float32, bfloat16 or float16"
         )
-    decoder.to(max((DTYPES[dtype] for dtype in kept), key=lambda dtype: dtype.itemsize)).to_empty(device="cpu")
+    decoder.to(DTYPES[kept.pop()] if len(kept) == 1 else torch.float32).to_empty(device="cpu")
     branches = {id(branch) for block in decoder.stack for branch in block.branches}
     for part, name in decoder.parts():
         if id(part) not in branches and part is not decoder.vocabulary and part is not decoder.norm:
             reset_part(part, name, model.init_std, seed)
-            _open_to_learning(part, seed)
+            _open_to_learning(part, name, seed)
     filled: dict[str, Tensor] = {names[name]: p.data for name, p in decoder.named_parameters() if name in names}
     weights.read_into(filled, source.tensors, show)
     return decoder
 
 
-def _open_to_learning(part: nn.Module, seed: int) -> None:
+def _open_to_learning(part: nn.Module, name: str, seed: int) -> None:
     """Gate weights N(0, 1/(J·D)), so that logits move by as much as their scale does, at any width.
 
     The scale is 0 and learns first; from the usual N(0, 0.02) the streams of a narrow model part slowly.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = part_generator(part, name, seed)
     for gate in (module for module in part.modules() if isinstance(module, Gate)):
         nn.init.normal_(gate.weight, std=gate.weight[0].numel() ** -0.5, generator=generator)
 
@@ -217,12 +250,15 @@ def _open_to_learning(part: nn.Module, seed: int) -> None:
 def relative_difference(source: Source, made: Any) -> float:
     """Root mean square of the logits' difference over that of the source's, both computed in float32."""
     transformers = need("transformers", "hub", "the conversion of a checkpoint")
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(
-        source.saved.folder, dtype=torch.float32, use_safetensors=True
-    ).eval()
+    with read_by_transformers(source.saved.folder):
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(
+            source.saved.folder, dtype=torch.float32, use_safetensors=True
+        ).eval()
     ours = made if made.dtype == torch.float32 else copy.deepcopy(made).float()
     rows, length = CHECKED
     shape = rows, min(length, made.config.max_position_embeddings)
     tokens = torch.randint(made.config.vocab_size, shape, generator=torch.Generator().manual_seed(0))
     wanted = theirs(tokens).logits
+    if not wanted.isfinite().all():
+        raise ModelError(f"{source.saved.folder} itself gives logits that are not finite: restore its weights")
     return float((ours(tokens).logits - wanted).square().mean().sqrt() / wanted.square().mean().sqrt())

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from dualres.config import Config, ConfigError
+from dualres.config import Config
 from dualres.data.shards import TOKENIZER
 from dualres.data.tokenizer import load as load_json_tokenizer
 from dualres.extras import need
@@ -17,15 +17,17 @@ from dualres.fields import build
 from dualres.files import new_folder, write_json
 from dualres.hub import card, llama
 from dualres.hub.errors import ModelError
-from dualres.hub.saved import is_ours, load_model, new_model_folder, write_model
+from dualres.hub.saved import check_new, load_model, new_model_folder, write_model
 from dualres.hub.tokenizer import as_transformers, load_tokenizer
 from dualres.model.accounting import parameters
+from dualres.residual import registry
 from dualres.train import checkpoint, run
-from dualres.train.load import Loaded, load_run
+from dualres.train.load import load_run
 from dualres.train.world import World
 
 Form = Literal["dualres", "llama"]
 RUN_RECORD = "dualres_run.json"  # what the run was; `import_run` makes one of it again
+RUN = ("dualres", "config", "data", "start")
 STATE = ("step", "sequences", "best_loss", "best_step", "validation_loss", "random")
 
 
@@ -44,23 +46,14 @@ def open_model(source: Path, which: str = "last") -> Opened:
     from dualres.hub.model import DualResForCausalLM
 
     if not is_run(source):
+        if which != "last":
+            raise ModelError(f"{source} is no run and has one set of weights: leave --checkpoint {which} out")
         return Opened(source.resolve().name, load_model(source), load_tokenizer(source), _read_record(source))
     loaded = load_run(source, which)
     end = loaded.tokenizer.end_of_text
     model = DualResForCausalLM.of(loaded.decoder, eos_token_id=end, pad_token_id=end).eval()
     tokenizer = as_transformers(loaded.tokenizer, loaded.decoder.config.context)
     return Opened(source.resolve().name, model, tokenizer, _record(source, loaded.checkpoint))
-
-
-def load_decoder(source: Path, which: str = "last") -> Loaded:
-    """The decoder and tokenizer of a run or of a saved dualres model's folder, in our own form."""
-    if is_run(source) or not is_ours(source):
-        return load_run(source, which)
-    model = load_model(source)
-    end = model.config.eos_token_id
-    if not (source / TOKENIZER).is_file():
-        raise ModelError(f"{source} has no {TOKENIZER}: put that of the model there")
-    return Loaded(model.decoder, load_json_tokenizer(source / TOKENIZER, end if isinstance(end, int) else None), source)
 
 
 def is_run(folder: Path) -> bool:
@@ -76,6 +69,7 @@ def export(source: Path, out: Path, *, form: Form = "dualres", which: str = "las
 
     `form="llama"` writes a `standard` model as a plain checkpoint of Llama's family. `dtype`: float32, bfloat16, …
     """
+    check_new(out)
     opened = open_model(source, which)
     if dtype is not None:
         opened.model.to(getattr(torch, dtype))
@@ -88,7 +82,7 @@ def export(source: Path, out: Path, *, form: Form = "dualres", which: str = "las
     )
     with new_model_folder(out) as folder:
         write_model(model, opened.tokenizer, text, folder)
-        if is_run(source):  # as it was: transformers adds to it
+        if (source / TOKENIZER).is_file():  # as it was: transformers adds to it
             shutil.copyfile(source / TOKENIZER, folder / TOKENIZER)
         if opened.record is not None and form == "dualres":
             write_json(folder / RUN_RECORD, opened.record)
@@ -109,6 +103,7 @@ def _as_llama(opened: Opened) -> Any:
         model = transformers.AutoModelForCausalLM.from_config(made, dtype=opened.model.dtype)
     model.load_state_dict(llama.their_tensors(decoder), strict=False, assign=True)
     model.tie_weights()
+    model.generation_config = opened.model.generation_config
     left = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     assert not left, left
     return model
@@ -122,18 +117,8 @@ def import_run(folder: Path, out: Path) -> Path:
             f"{folder} was not exported from a run (it has no {RUN_RECORD}): train on from it with "
             f"`dualres train SCALE RESIDUAL --from {folder}`"
         )
+    described, state = _described(folder, opened)
     record = opened.record
-    try:
-        described = {key: record[key] for key in ("dualres", "config", "data", "start") if key in record}
-        state = {key: record["state"][key] for key in STATE}
-        build(Config, described["config"], "")
-        tokenizer = load_json_tokenizer(folder / TOKENIZER, described["data"]["end_of_text"])
-    except (KeyError, TypeError, ConfigError) as error:
-        raise ModelError(
-            f"{folder / RUN_RECORD} is not what `dualres export` writes ({error!r}): export again"
-        ) from None
-    if tokenizer.fingerprint != described["data"]["fingerprint"]:
-        raise ModelError(f"{folder / TOKENIZER} is not the tokenizer that the run was trained with: restore it")
     refusal = ModelError(f"{out} is there already and not empty: choose another name, or remove it")
     tensors = {f"model.{name}": p.detach().float() for name, p in opened.model.decoder.named_parameters()}
     with new_folder(out, refusal) as partial:
@@ -150,6 +135,30 @@ def import_run(folder: Path, out: Path) -> Path:
     return out
 
 
+def _described(folder: Path, opened: Opened) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What the record says of the run and of its checkpoint, where it fits the model beside it."""
+    record, decoder = opened.record or {}, opened.model.decoder
+    try:
+        described: dict[str, Any] = {key: record[key] for key in RUN if key in record}
+        state = {key: record["state"][key] for key in STATE}
+        config = build(Config, described["config"], "")
+        if config.model != decoder.config or (
+            registry.settled(config.residual, 2 * config.model.layers) != decoder.residual_config
+        ):
+            raise ValueError("its config is of another model than config.json")
+        for key in ("step", "sequences"):
+            if type(state[key]) is not int or state[key] < 0:
+                raise ValueError(f"{key} {state[key]!r} is no count")
+        made_by, end = described["data"]["fingerprint"], described["data"]["end_of_text"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ModelError(
+            f"{folder / RUN_RECORD} is not what `dualres export` writes ({error!r}): export again"
+        ) from None
+    if not (folder / TOKENIZER).is_file() or load_json_tokenizer(folder / TOKENIZER, end).fingerprint != made_by:
+        raise ModelError(f"{folder / TOKENIZER} is not the tokenizer that the run was trained with: restore it")
+    return described, state
+
+
 def _refuse(text: str) -> None:
     raise ModelError(text)
 
@@ -163,7 +172,7 @@ def _read_record(folder: Path) -> dict[str, Any] | None:
         return dict(record)
     except FileNotFoundError:
         return None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ModelError(
             f"{path} is not what `dualres export` writes ({error!r}): export again, or remove the file"
         ) from None

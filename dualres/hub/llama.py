@@ -36,6 +36,11 @@ OUTSIDE = {
     "norm.weight": "model.norm.weight",
 }
 
+ROPE_KEYS = {
+    "linear": ("factor",),
+    "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+}
+
 
 class Architecture(NamedTuple):
     """One of the family: what its attention has."""
@@ -95,6 +100,9 @@ def model_config(config: Any, where: str) -> ModelConfig:
                 f"{where} has {name}={getattr(config, name)}, which our decoder does not: it cannot be converted"
             )
     rope: Mapping[str, Any] = config.rope_parameters
+    needed = {"rope_theta", *ROPE_KEYS.get(rope.get("rope_type", "default"), ())}
+    if lacking := sorted(needed - rope.keys()):
+        raise ModelError(f"{where} has rotary positions {dict(rope)} without {lacking[0]}: restore its config.json")
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise ModelError(f"{where} rotates a part of each head (partial_rotary_factor): it cannot be converted")
     head_width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -1,9 +1,7 @@
 """The causal LM that `transformers` knows: a decoder with its cache objects, generation, pipelines and `Trainer`."""
 # B batch  T tokens  P past and present tokens  D width  V vocabulary
 
-import importlib
-import importlib.util
-from pathlib import Path
+import dataclasses
 from typing import Any, cast
 
 import torch
@@ -43,7 +41,8 @@ class DualResForCausalLM(PreTrainedModel, GenerationMixin):
     def of(cls, decoder: Decoder, **tokens: int) -> "DualResForCausalLM":
         """A decoder as it is, its weights shared and not copied. `tokens`: eos_token_id, say"""
         residual = registry.settled(decoder.residual_config, 2 * decoder.config.layers)
-        config = DualResConfig.of(decoder.config, residual, **tokens)
+        model = dataclasses.replace(decoder.config, vocab_size=decoder.vocabulary.table.num_embeddings)
+        config = DualResConfig.of(model, residual, **tokens)
         config.dtype = decoder.norm.weight.dtype
         return cls(config, decoder)
 
@@ -72,9 +71,13 @@ class DualResForCausalLM(PreTrainedModel, GenerationMixin):
         if embedding is None or (input_ids is not None and inputs_embeds is not None):
             raise ValueError("give either input_ids or inputs_embeds")
         use_cache = self.config.use_cache if use_cache is None else use_cache
-        if self.gradient_checkpointing and self.training:
-            use_cache = False  # a block that runs again would append to the cache again
-        if use_cache and past_key_values is None and not self.training:
+        recomputed = self.gradient_checkpointing and torch.is_grad_enabled()
+        if recomputed and past_key_values is not None:
+            raise ValueError(
+                "a block that gradient checkpointing runs again would append to the cache again: leave past_key_values "
+                "out, or call gradient_checkpointing_disable()"
+            )
+        if use_cache and past_key_values is None and not self.training and not recomputed:
             past_key_values = DynamicCache(config=self.config)
         if position_ids is None:
             position_ids = _positions(embedding, attention_mask, past_key_values)
@@ -85,13 +88,19 @@ class DualResForCausalLM(PreTrainedModel, GenerationMixin):
             past_key_values=past_key_values,
             position_ids=position_ids,
         )
-        report = RouterReport(_share_of_step(labels, kwargs)) if self.decoder.config.moe is not None else None
+        moe = self.decoder.config.moe
+        report = None if moe is None else RouterReport(attached=labels is None)
         hidden = self.decoder.states(embedding, position_ids, mask, past_key_values, report)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.decoder.vocabulary.logits(hidden[:, kept])
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1], **kwargs)
+            if moe is not None and report is not None:
+                # Its gradient follows whatever scales the loss; its value stays out of the number that is logged.
+                weight = moe.aux_coefficient * _share_of_step(labels, kwargs)
+                auxiliary = weight * torch.stack(list(report.losses.values())).sum()
+                loss = loss + (auxiliary - auxiliary.detach())
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)  # type: ignore[arg-type]
 
     def get_input_embeddings(self) -> nn.Module:
@@ -110,13 +119,10 @@ class DualResForCausalLM(PreTrainedModel, GenerationMixin):
         """Replace the output weights."""
         self.decoder.vocabulary.output = value
 
-    def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:  # type: ignore[override]
-        """Config, weights in safetensors, and the code that loads them where dualres is not installed."""
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        """Config and code, weights in safetensors."""
         kwargs.setdefault("max_shard_size", SHARD)
-        super().save_pretrained(save_directory, **kwargs)
-        if self._auto_class is None and importlib.util.find_spec("dualres") is not None:
-            # A copy of this code that came with a model has `_auto_class`, and transformers copies it on.
-            importlib.import_module("dualres.hub.bundle").add_code(Path(save_directory))
+        super().save_pretrained(save_directory, *args, **kwargs)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -133,6 +139,12 @@ class DualResForCausalLM(PreTrainedModel, GenerationMixin):
             raise ValueError(
                 f"the weights of {pretrained_model_name_or_path} do not match its config ({', '.join(wrong)}): restore "
                 "both from one place"
+            )
+        places = {str(place) for place in getattr(model, "hf_device_map", {}).values()}
+        if len(places) > 1:
+            raise ValueError(
+                f"device_map spreads the model over {', '.join(sorted(places))}, and it runs on one device: "
+                "name one, device_map='cuda:0' say, or shard it with FSDP2"
             )
         for parameter in model.parameters():
             if parameter.device.type == "cpu" and parameter.data_ptr() % ALIGNMENT:
@@ -157,11 +169,11 @@ def _positions(embedding: Tensor, attention_mask: Tensor | None, cache: Any) -> 
     past, length = (0 if cache is None else cache.get_seq_length()), embedding.shape[1]
     if attention_mask is None or attention_mask.ndim != 2:
         return torch.arange(past, past + length, device=embedding.device)[None]
-    return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -length:]
+    return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, past : past + length]
 
 
 def _share_of_step(labels: Tensor | None, kwargs: dict[str, Any]) -> float:
-    """How much of an optimizer step this batch is, by its targets: what its router loss must weigh."""
+    """How much of an optimizer step this batch is, by its targets, as the loss counts them."""
     whole = kwargs.get("num_items_in_batch")
     if labels is None or whole is None:
         return 1.0

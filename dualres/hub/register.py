@@ -1,5 +1,6 @@
 """Make `transformers` know dualres models, without importing it: that takes seconds, and few programs need it."""
 
+import contextlib
 import importlib
 import importlib.util
 import sys
@@ -58,7 +59,8 @@ class AfterImport(MetaPathFinder):
 
         def run_and_step(module: ModuleType) -> None:
             run(module)
-            self.step(module)
+            with contextlib.suppress(ImportError):  # a transformers that is too old for us is still its user's
+                self.step(module)
 
         loader.exec_module = run_and_step
         return spec

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 from dualres.config import ConfigError, ModelConfig, ResidualConfig
 from dualres.extras import need
 from dualres.fields import build
-from dualres.files import new_folder, write_text
+from dualres.files import is_free, new_folder, write_text
 from dualres.hub import weights
-from dualres.hub.errors import ModelError
+from dualres.hub.errors import ModelError, read_by_transformers, written_by_safetensors
 from dualres.model.decoder import Decoder, build_decoder
 
 CONFIG, CARD = "config.json", "README.md"
@@ -64,7 +64,8 @@ def load_model(folder: Path) -> Any:
     from dualres.hub.model import DualResForCausalLM
 
     read_ours(folder)
-    return DualResForCausalLM.from_pretrained(folder, dtype="auto").eval()
+    with read_by_transformers(folder):
+        return DualResForCausalLM.from_pretrained(folder, dtype="auto").eval()
 
 
 def empty_decoder(saved: Saved) -> Decoder:
@@ -89,17 +90,27 @@ def _section(saved: Saved, name: str) -> dict[str, Any]:
     return section
 
 
+def check_new(folder: Path) -> None:
+    """Refuse a folder that has something in it, before any work is done for it."""
+    if not is_free(folder):
+        raise _taken(folder)
+
+
 @contextmanager
 def new_model_folder(folder: Path) -> Iterator[Path]:
     """Where to write a model's files; the folder gets its name when they are all there."""
-    refusal = ModelError(f"{folder} is there already and not empty: choose another name, or remove it")
-    with new_folder(folder, refusal) as partial:
+    with new_folder(folder, _taken(folder)) as partial:
         yield partial
+
+
+def _taken(folder: Path) -> ModelError:
+    return ModelError(f"{folder} is there already and not empty: choose another name, or remove it")
 
 
 def write_model(model: Any, tokenizer: Any | None, card: str, folder: Path) -> None:
     """Weights, config, tokenizer and card of a model into a folder."""
-    model.save_pretrained(folder)
+    with written_by_safetensors(folder):
+        model.save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
     write_text(folder / CARD, card)

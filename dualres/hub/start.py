@@ -6,6 +6,7 @@ from typing import NamedTuple
 from dualres.config import ModelConfig, ResidualConfig
 from dualres.data import shards
 from dualres.data import tokenizer as tokenizers
+from dualres.hub import weights
 from dualres.hub.errors import ModelError
 from dualres.hub.saved import read_ours
 
@@ -21,6 +22,10 @@ class Start(NamedTuple):
 def read_start(folder: Path) -> Start:
     """The configs of a saved dualres model, its weights compared with them and not loaded."""
     _, model, residual = read_ours(folder)
+    if others := sorted({*folder.glob("*.safetensors")} - {*weights.files(folder)}):
+        raise ModelError(
+            f"{others[0]} is not part of the model of {folder}, and training would read it too: move it away"
+        )
     return Start(folder, model, residual)
 
 

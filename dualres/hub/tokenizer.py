@@ -6,6 +6,7 @@ from typing import Any
 from dualres.data.shards import TOKENIZER
 from dualres.data.tokenizer import Tokenizer
 from dualres.extras import need
+from dualres.hub.errors import read_by_transformers
 
 
 def as_transformers(tokenizer: Tokenizer, context: int) -> Any:
@@ -27,4 +28,5 @@ def load_tokenizer(folder: Path) -> Any | None:
     if not any((folder / name).exists() for name in (TOKENIZER, "tokenizer_config.json", "tokenizer.model")):
         return None
     transformers = need("transformers", "hub", "a Hugging Face tokenizer")
-    return transformers.AutoTokenizer.from_pretrained(folder)
+    with read_by_transformers(folder):
+        return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)

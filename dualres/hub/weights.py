@@ -38,7 +38,9 @@ def stored(folder: Path) -> dict[str, Stored]:
 
 
 def files(folder: Path) -> list[Path]:
-    """The files of weights: one, or those that an index names."""
+    """The files of weights, which `transformers` reads too: one, or else those that an index names."""
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
     if (folder / INDEX).is_file():
         try:
             names = set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
@@ -49,8 +51,6 @@ def files(folder: Path) -> list[Path]:
         if missing:
             raise ModelError(f"{missing[0]} is missing, which {INDEX} names: restore it, or download the model again")
         return named
-    if (folder / SINGLE).is_file():
-        return [folder / SINGLE]
     pickled = [file for file in sorted(folder.iterdir()) if file.suffix in PICKLES] if folder.is_dir() else []
     if pickled:
         raise ModelError(

@@ -46,11 +46,12 @@ class RouterReport:
 
     A layer that is recomputed overwrites its own entry, so it counts once. `scale` multiplies the gradient that the
     auxiliary loss adds to every backward pass through the output: 1 / accumulation steps where the language-model loss
-    is divided by that, and the scaler's factor where one is used. Padding tokens are routed and counted like others.
+    is divided by that, and the scaler's factor where one is used. Where the losses are not `attached` to the output,
+    they keep their graph, for a caller who adds them to a loss. Padding tokens are routed and counted like others.
     """
 
-    def __init__(self, scale: float = 1.0):
-        self.scale = scale
+    def __init__(self, scale: float = 1.0, attached: bool = True):
+        self.scale, self.attached = scale, attached
         self.losses: dict[int, Tensor] = {}
 
     def mean(self) -> Tensor:

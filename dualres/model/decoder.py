@@ -173,11 +173,16 @@ def build_decoder(
 
 def reset_part(part: nn.Module, name: str, std: float, seed: int) -> None:
     """Draw the weights of one part from a generator of its own, so that parts can be drawn alone and in any order."""
-    digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
-    generator = torch.Generator(next(part.parameters(), torch.empty(0)).device)
-    generator.manual_seed(int.from_bytes(digest, "little") >> 1)
+    generator = part_generator(part, name, seed)
     for module in part.modules():
         reset_module(module, std, generator)
+
+
+def part_generator(part: nn.Module, name: str, seed: int) -> torch.Generator:
+    """Where a part's random numbers come from: the same for the same seed and name."""
+    digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
+    generator = torch.Generator(next(part.parameters(), torch.empty(0)).device)
+    return generator.manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
 def reset_module(module: nn.Module, std: float, generator: torch.Generator | None) -> None:

@@ -40,10 +40,11 @@ class MoE(nn.Module):
         mixed = self.mix_experts(tokens, best.softmax(-1), chosen, assigned)
 
         loss = self.experts * (assigned / assigned.sum() * logits.softmax(-1).mean(0)).sum()
-        scale = 1.0 if context.report is None else context.report.scale
-        if context.report is not None:
-            context.report.losses[self.layer] = loss.detach()
-        if torch.is_grad_enabled():
+        report = context.report
+        if report is not None:
+            report.losses[self.layer] = loss.detach() if report.attached else loss
+        if torch.is_grad_enabled() and (report is None or report.attached):
+            scale = 1.0 if report is None else report.scale
             mixed = AttachLoss.apply(mixed, loss * (self.aux_coefficient * scale))
         return mixed.view_as(x)
 

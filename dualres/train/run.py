@@ -58,9 +58,12 @@ def open_run(folder: Path, config: Config, data: Path, index: Index, start: Path
 
     `start`: the saved model whose weights it begins with.
     """
+    began = {} if start is None else {"start": start.resolve().name}
     if begun(folder):
         check_same(folder, config)
         check_data(folder, data, index)
+        before = read_description(folder)
+        began = {"start": before["start"]} if "start" in before else {}
     partial = partial_of(folder / TOKENIZER)
     shutil.copyfile(data / TOKENIZER, partial)
     partial.replace(folder / TOKENIZER)
@@ -70,7 +73,6 @@ def open_run(folder: Path, config: Config, data: Path, index: Index, start: Path
         "end_of_text": index.end_of_text,
         "fingerprint": index.fingerprint,
     }
-    began = {} if start is None else {"start": start.resolve().name}
     write_json(folder / CONFIG, {"dualres": VERSION, "config": _as_data(config), "data": used, **began})
 
 

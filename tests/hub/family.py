@@ -35,7 +35,7 @@ FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral-wide-heads": ("Mistral", {"sliding_window": None, "head_dim": 14, "num_attention_heads": 6}),
     "qwen2": ("Qwen2", {}),
     "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True}),
-    "qwen3": ("Qwen3", {"head_dim": 16}),
+    "qwen3": ("Qwen3", {"head_dim": 16, "rms_norm_eps": 1e-2}),  # of the norms of queries and keys, too
     "qwen3-biases-tied": ("Qwen3", {"head_dim": 8, "attention_bias": True, "tie_word_embeddings": True}),
 }
 

@@ -16,8 +16,9 @@ from dualres.evaluate.subject import load_subject
 from dualres.experiment import load_recipe
 from dualres.hub.convert import convert
 from dualres.hub.errors import ModelError
-from dualres.hub.export import RUN_RECORD, export, import_run, load_decoder, open_model
+from dualres.hub.export import RUN_RECORD, export, import_run, open_model
 from dualres.hub.saved import load_model
+from dualres.hub.speak import load_speaker
 from dualres.hub.start import check_tokens, read_start
 from dualres.train.errors import TrainError
 from dualres.train.load import load_run
@@ -263,5 +264,6 @@ def test_generate_takes_runs_and_exported_models(made: Made, tmp_path: Path, cap
     with pytest.raises(ModelError, match="is not what `dualres export` writes"):
         open_model(tmp_path / "out")
     (tmp_path / "out" / "tokenizer.json").unlink()
-    with pytest.raises(ModelError, match=r"has no tokenizer.json"):
-        load_decoder(tmp_path / "out")
+    (tmp_path / "out" / "tokenizer_config.json").unlink()
+    with pytest.raises(ModelError, match="has no tokenizer"):
+        load_speaker(tmp_path / "out")
