@@ -13,13 +13,17 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from dualres.config import ConfigError
+from dualres.config import ConfigError, ResidualConfig
+from dualres.data.tokenizer import byte_tokenizer
 from dualres.experiment import names
 from dualres.hub.convert import Source, convert, decoder_of, local_folder, read_source, target
 from dualres.hub.errors import ModelError
 from dualres.hub.export import export
+from dualres.hub.model import DualResForCausalLM
+from dualres.hub.speak import load_speaker
+from dualres.hub.tokenizer import as_transformers
 from tests.hub.family import FAMILY, SIZE, family_model, saved_family_model
-from tests.small import next_token_loss, random_tokens, real_text, relative_error
+from tests.small import model_config, next_token_loss, random_tokens, real_text, relative_error, stirred
 
 RESIDUALS = names("residual")
 
@@ -156,6 +160,20 @@ REFUSED = {
         "rope_type=yarn",
     ),
     "another activation": (lambda c: c.update(hidden_act="gelu"), "hidden_act=gelu"),
+    "quantised weights": (lambda c: c.update(quantization_config={"quant_method": "gptq", "bits": 4}), "quantization"),
+    "heads that rotate in part": (
+        lambda c: c.update(
+            rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        ),
+        "partial_rotary_factor",
+    ),
+    "llama3 without its factors": (
+        lambda c: c.update(rope_parameters={"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0}),
+        r"config.json|without",
+    ),
+    "a width in words": (lambda c: c.update(hidden_size="32"), r"transformers cannot read .*config.json"),
+    "no heads": (lambda c: c.update(num_attention_heads=0), r"config.json"),
+    "a list of types": (lambda c: c.update(model_type=["llama"]), "dualres converts"),
     "biases in the feed-forward": (lambda c: c.update(mlp_bias=True), "mlp_bias=True"),
     "tensors of another width": (
         lambda c: c.update(intermediate_size=64),
@@ -188,6 +206,109 @@ def test_a_sliding_window_is_refused_unless_the_context_fits(tmp_path: Path):
     assert made.model.config.max_position_embeddings == 24
 
 
+def test_a_window_that_no_layer_uses_is_none(tmp_path: Path):
+    """As Qwen2.5's configs have it: a sliding_window, and use_sliding_window false."""
+    source = saved_family_model("qwen2", tmp_path / "source")
+    path = source / "config.json"
+    config = {**json.loads(path.read_text()), "sliding_window": 8, "use_sliding_window": False}
+    config.pop("layer_types", None)
+    path.write_text(json.dumps(config))
+    assert convert(str(source), tmp_path / "out", "dar-block").difference is not None
+    used = {**config, "use_sliding_window": True, "max_window_layers": 2}
+    path.write_text(json.dumps(used))
+    with pytest.raises(ModelError, match="looks back 8 tokens"):
+        convert(str(source), tmp_path / "more", "dar-block")
+
+
+def test_tokens_settings_and_tokenizer_come_along(tmp_path: Path):
+    """A generation config with an old mistake too: a temperature, and no sampling."""
+    source = saved_family_model("llama", tmp_path / "source")
+    as_transformers(byte_tokenizer(), 64).save_pretrained(source)
+    path = source / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "bos_token_id": 5, "eos_token_id": [6, 7]}))
+    (source / "generation_config.json").write_text(
+        json.dumps({"temperature": 0.6, "top_p": 0.9, "eos_token_id": [6, 8]})
+    )
+    convert(str(source), tmp_path / "out", "standard")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert (loaded.config.bos_token_id, loaded.config.eos_token_id) == (5, [6, 7])
+    settings = loaded.generation_config
+    assert (settings.temperature, settings.do_sample, settings.eos_token_id) == (0.6, True, [6, 8])
+    assert load_speaker(tmp_path / "out").ends == {6, 8}
+    export(tmp_path / "out", tmp_path / "back", form="llama")
+    back = transformers.GenerationConfig.from_pretrained(tmp_path / "back")
+    assert (back.temperature, back.eos_token_id) == (0.6, [6, 8])
+    (source / "generation_config.json").write_text("[]")
+    with pytest.raises(ModelError, match=r"cannot read .*generation_config.json"):
+        convert(str(source), tmp_path / "more", "standard")
+
+
+def test_gates_of_all_blocks_differ(tmp_path: Path):
+    source = read_source(saved_family_model("llama", tmp_path / "source"))
+    decoder = decoder_of(source, *target(source, "dar-block"), seed=0)
+    gates = [p.flatten()[:4] for name, p in decoder.named_parameters() if "gate" in name and name.endswith(".weight")]
+    gates = [gate for gate in gates if len(gate) == 4]
+    assert len({tuple(gate.tolist()) for gate in gates}) == len(gates) > 6
+
+
+def test_sources_that_would_lose_something(tmp_path: Path):
+    """Of our own form: another eps in each norm is kept, experts and factorised vocabularies are refused."""
+    tokens = random_tokens()
+    size: dict[str, Any] = {"vocab_size": 97, "read_eps": tuple(0.02 * (i + 1) for i in range(11))}
+    model = DualResForCausalLM.of(stirred(model_config(**size), ResidualConfig("standard"), noise=0.1)).eval()
+    model.save_pretrained(tmp_path / "eps")
+    made = convert(str(tmp_path / "eps"), tmp_path / "dar", "dar-block").model
+    with torch.no_grad():
+        assert relative_error(made(tokens).logits, model(tokens).logits) < 1e-4
+    with pytest.raises(ModelError, match="read_eps"):
+        export(tmp_path / "eps", tmp_path / "no", form="llama")
+    for name, changes, message in (
+        ("moe", {"feedforward": "moe"}, "has experts"),
+        ("narrow", {"embedding_width": 16}, "factorised vocabulary"),
+    ):
+        decoder = stirred(model_config(**changes), ResidualConfig("standard"))
+        DualResForCausalLM.of(decoder).save_pretrained(tmp_path / name)
+        with pytest.raises(ModelError, match=message):
+            convert(str(tmp_path / name), tmp_path / "out", "dar-block", check=False)
+
+
+def test_old_tensors_that_are_computed_are_left_out(tmp_path: Path):
+    source = saved_family_model("llama", tmp_path / "source")
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    assert convert(str(source), tmp_path / "out", "dar-block").difference is not None
+
+
+@pytest.mark.parametrize("kinds", [("float16", "bfloat16"), ("float32", "bfloat16")])
+def test_mixed_dtypes_meet_in_float32(kinds: tuple[str, str], tmp_path: Path):
+    source = saved_family_model("llama", tmp_path / "source")
+    tensors = load_file(source / "model.safetensors")
+    mixed = {name: t.to(getattr(torch, kinds[i % 2])) for i, (name, t) in enumerate(sorted(tensors.items()))}
+    save_file(mixed, source / "model.safetensors", {"format": "pt"})
+    assert convert(str(source), tmp_path / "out", "standard").model.dtype == torch.float32
+
+
+def test_weights_that_are_not_finite_are_the_sources_own_fault(tmp_path: Path):
+    source = saved_family_model("llama", tmp_path / "source")
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.norm.weight"][3] = torch.nan
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match="itself gives logits that are not finite"):
+        convert(str(source), tmp_path / "out", "dar-block")
+
+
+def test_a_folder_that_is_taken_is_refused_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "mine").write_text("mine")
+    with pytest.raises(ModelError, match="is there already"):
+        convert("nobody/nothing", tmp_path, "dar-block")
+    source = saved_family_model("llama", tmp_path / "source")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    convert(str(source), Path("."), "dar-block", check=False)
+    assert (tmp_path / "here" / "model.safetensors").is_file()
+
+
 @pytest.mark.parametrize("protocol", [2, 5])
 def test_a_pickle_is_never_opened(protocol: int, tmp_path: Path):
     source = saved_family_model("llama", tmp_path / "source")
@@ -198,6 +319,10 @@ def test_a_pickle_is_never_opened(protocol: int, tmp_path: Path):
         with pytest.raises(ModelError, match=message) as refused:
             convert(str(source), tmp_path / "out", "dar-block")
         assert file.name in str(refused.value)
+    (source / "model.bin").unlink()
+    torch.save({"lm_head.weight": torch.ones(2)}, source / "model.safetensors")  # a zip around a pickle
+    with pytest.raises(ModelError, match="is a pickle with another name"):
+        convert(str(source), tmp_path / "out", "dar-block")
 
 
 def test_a_truncated_file_and_a_missing_shard_are_named(tmp_path: Path):
@@ -229,6 +354,8 @@ def test_only_the_pathway_and_the_context_can_be_set(tmp_path: Path):
     assert (residual.layers_per_block, residual.rho_bias, residual.gate_scale) == (1, 0, 0)
     with pytest.raises(ConfigError, match="a converted model is what its source is"):
         target(source, "dar-block", ["model.layers=3"])
+    with pytest.raises(ConfigError, match="--residual"):
+        target(source, "dar-block", ["residual.method=mhc"])
     with pytest.raises(ConfigError, match="gate scale 0 only"):
         target(source, "dar-block", ["residual.gate_scale=1"])
 

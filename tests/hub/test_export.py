@@ -2,7 +2,9 @@
 
 import json
 import math
+import resource
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 import transformers
 
 from dualres import cli
+from dualres.config import ConfigError
 from dualres.data.prepare import Settings, prepare
 from dualres.evaluate.subject import load_subject
 from dualres.experiment import load_recipe
@@ -184,7 +187,9 @@ def test_training_goes_on_from_a_saved_model(made: Made, tmp_path: Path):
     assert json.loads((tmp_path / "run" / "config.json").read_text())["start"] == "dar"
     before = load_run(tmp_path / "run").decoder.state_dict()
     told = Told()
-    train(config, made.data, tmp_path / "run", ALONE, told, start=tmp_path / "dar")
+    (tmp_path / "dar").rename(tmp_path / "moved")
+    train(config, made.data, tmp_path / "run", ALONE, told, start=tmp_path / "moved")
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["start"] == "dar"
     assert "resumed" in " ".join(told.said)
     after = load_run(tmp_path / "run").decoder.state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -251,6 +256,63 @@ def test_commands(made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert cli.main(["train", "nano", "dar-block", *began, *data, *changes]) == 0
     assert cli.main(["train", "nano", "mhc-4", *began, *data, *changes]) == 2
     assert "name what it is on" in capsys.readouterr().err
+
+
+RECORDS = {
+    "another method": (lambda r: r["config"]["residual"].update(method="dar-selfkv"), "of another model"),
+    "other layers": (lambda r: r["config"]["model"].update(layers=3), "of another model"),
+    "an unknown key": (lambda r: r["config"]["model"].update(depth=3), "unknown key"),
+    "half a step": (lambda r: r["state"].update(step=4.5), "step 4.5 is no count"),
+    "no fingerprint": (lambda r: r["data"].pop("fingerprint"), "fingerprint"),
+    "another tokenizer": (lambda r: r["data"].update(fingerprint="0"), "is not the tokenizer"),
+    "a loss beyond all numbers": (lambda r: r["state"].update(best_loss=10**400), "is not what"),
+}
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_a_record_that_does_not_fit_is_not_imported(name: str, made: Made, tmp_path: Path):
+    export(made.folder / "dar-block", tmp_path / "out")
+    change, message = RECORDS[name]
+    record = json.loads((tmp_path / "out" / RUN_RECORD).read_text())
+    change(record)
+    (tmp_path / "out" / RUN_RECORD).write_text(json.dumps(record))
+    with pytest.raises(ModelError, match=message):
+        import_run(tmp_path / "out", tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_exported_folder_is_exported_again(made: Made, tmp_path: Path):
+    export(made.folder / "dar-block", tmp_path / "a")
+    export(tmp_path / "a", tmp_path / "b")
+    import_run(tmp_path / "b", tmp_path / "run")
+    assert (tmp_path / "b" / "tokenizer.json").read_bytes() == (tmp_path / "a" / "tokenizer.json").read_bytes()
+    with pytest.raises(ModelError, match="leave --checkpoint best out"):
+        export(tmp_path / "a", tmp_path / "c", which="best")
+
+
+def test_training_from_a_folder_reads_its_model_and_nothing_else(made: Made, tmp_path: Path):
+    export(made.folder / "dar-block", tmp_path / "out")
+    start = read_start(tmp_path / "out")
+    for override in ("residual.method=dar-selfkv", "model.rope_base=5", "residual.gate_scale=1"):
+        with pytest.raises(ConfigError, match="stays what it is"):
+            load_recipe("nano", start.model, start.residual, [override])
+    assert load_recipe("nano", start.model, start.residual, ["model.context=16"]).model.context == 16
+    shutil.copyfile(tmp_path / "out" / "model.safetensors", tmp_path / "out" / "backup.safetensors")
+    with pytest.raises(ModelError, match=r"backup.safetensors is not part of the model"):
+        read_start(tmp_path / "out")
+
+
+def test_a_full_disk_is_named(made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+    try:
+        assert cli.main(["export", str(made.folder / "standard"), str(tmp_path / "out")]) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert "free space there" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_generate_takes_runs_and_exported_models(made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -1,6 +1,8 @@
 """A dualres model among those of `transformers`: loading, caches, generation, pipelines, training."""
 
+import dataclasses
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +18,17 @@ from dualres.data.tokenizer import byte_tokenizer
 from dualres.hub.model import DualResForCausalLM
 from dualres.hub.tokenizer import as_transformers
 from dualres.model.generate import generate
-from tests.small import FEEDFORWARDS, RESIDUALS, model_config, random_tokens, real_text, relative_error, stirred
+from tests.small import (
+    FEEDFORWARDS,
+    MOE,
+    RESIDUALS,
+    model_config,
+    next_token_loss,
+    random_tokens,
+    real_text,
+    relative_error,
+    stirred,
+)
 
 END = 96  # of the vocabulary of 97
 
@@ -209,12 +221,20 @@ def test_trainer_learns_saves_and_resumes(feedforward: str, tmp_path: Path):
         save_steps=6,
         learning_rate=3e-3,
         logging_steps=1,
+        eval_strategy="steps",
+        eval_steps=6,
+        load_best_model_at_end=True,
+        gradient_checkpointing=True,
         report_to=[],
         use_cpu=True,
         disable_tqdm=True,
     )
-    trainer = transformers.Trainer(model=model, args=settings, train_dataset=rows)
+    trainer = transformers.Trainer(model=model, args=settings, train_dataset=rows, eval_dataset=rows[:8])
     trainer.train()
+    tokens = torch.stack([row["input_ids"] for row in rows[:8]])
+    with torch.no_grad():
+        wanted = model.eval()(tokens, labels=tokens).loss.item()
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(wanted, rel=1e-5)
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert losses[-1] < losses[0] - 0.5
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "checkpoint-12")
@@ -223,18 +243,99 @@ def test_trainer_learns_saves_and_resumes(feedforward: str, tmp_path: Path):
         assert torch.equal(loaded(tokens).logits, model.eval()(tokens).logits)
 
 
-def test_router_loss_weighs_by_the_share_of_a_step():
-    """Two halves of a step give the gradient of the step, as `Trainer` accumulates them."""
-    rows = random_tokens(2, 19)
-    shares = []
-    for pieces in ([rows], [rows[:1], rows[1:]]):
+@pytest.mark.parametrize("recompute", [False, True])
+def test_router_losses_follow_the_loss(recompute: bool):
+    """Halves of a step give the gradient of the step, and a factor on the loss is one on the router's gradient, too."""
+    row = random_tokens(1, 19)
+    both = torch.cat([row, row])  # equal rows: the auxiliary loss of a half is that of the whole
+
+    def router_gradient(*pieces: tuple[Tensor, float], whole: int | None = 2 * 18) -> Tensor:
+        model = small("dar-block", "moe", moe=dataclasses.replace(MOE, aux_coefficient=10.0)).train()
+        if recompute:
+            model.gradient_checkpointing_enable()
+        share = {} if whole is None else {"num_items_in_batch": torch.tensor(whole)}
+        for piece, factor in pieces:
+            (factor * model(piece, labels=piece, **share).loss).backward()
+        return torch.cat([p.grad.flatten() for n, p in model.named_parameters() if "router" in n])
+
+    wanted = router_gradient((both, 1.0))
+    assert wanted.norm() > 0.1
+    assert relative_error(router_gradient((row, 1.0), (row, 1.0)), wanted) < 1e-5
+    assert relative_error(router_gradient((row, 3.0), (row, 3.0)), 3 * wanted) < 1e-5
+    assert relative_error(router_gradient((both, 1.0), whole=None), wanted) < 1e-5
+
+
+def test_router_losses_with_labels_and_without_are_one():
+    """With labels they ride on the loss; without, on the logits, for a loss of one's own."""
+    tokens = random_tokens()
+    gradients = []
+    for given in (True, False):
         model = small("standard", "moe").train()
-        routers = [p for n, p in model.named_parameters() if "router" in n]
-        for piece in pieces:
-            model(piece, labels=piece, num_items_in_batch=torch.tensor(2 * 18)).loss.backward()
-        shares.append(torch.cat([p.grad.flatten() for p in routers if p.grad is not None]))
-    # The auxiliary loss is of each micro-batch, so the two differ, but not by a factor of two.
-    assert relative_error(shares[1], shares[0]) < 0.5
+        out = model(tokens, labels=tokens if given else None)
+        loss = out.loss if given else next_token_loss(out.logits, tokens)
+        loss.backward()
+        gradients.append(torch.cat([p.grad.flatten() for n, p in model.named_parameters() if "router" in n]))
+    assert relative_error(gradients[1], gradients[0]) < 1e-5
+
+
+def test_positions_come_from_the_mask():
+    """Rows padded on the left, by a plain forward; a mask that is longer than the tokens, as static caches have it."""
+    model, row = small(), random_tokens(1, 9)
+    padded = torch.cat([torch.full((1, 4), END), row], 1)
+    mask = torch.cat([torch.zeros(1, 4), torch.ones(1, 9)], 1).long()
+    past = StaticCache(config=model.config, max_cache_len=20)
+    longer = torch.cat([torch.ones(1, 9), torch.zeros(1, 11)], 1).long()
+    with torch.no_grad():
+        wanted = model(row).logits
+        assert relative_error(model(padded, attention_mask=mask).logits[:, 4:], wanted) < 1e-5
+        assert relative_error(model(row, attention_mask=longer, past_key_values=past).logits, wanted) < 1e-5
+
+
+def test_recomputing_blocks_takes_no_cache():
+    model, tokens = small(), random_tokens()
+    model.gradient_checkpointing_enable()
+    model(tokens, labels=tokens).loss.backward()  # in eval mode
+    with pytest.raises(ValueError, match="would append to the cache again"):
+        model(tokens, past_key_values=DynamicCache(config=model.config))
+    with torch.no_grad():
+        assert model(tokens).past_key_values.get_seq_length() == 19
+
+
+def test_one_device_or_none(tmp_path: Path):
+    small().save_pretrained(tmp_path)
+    spread = {"decoder.vocabulary": "cpu", "decoder.norm": "cpu", "decoder.stack": "disk"}
+    with pytest.raises(ValueError, match=r"over cpu, disk.*runs on one device"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, device_map=spread, offload_folder=tmp_path / "off")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path, device_map="cpu").device.type == "cpu"
+
+
+def test_only_the_first_process_writes_config_and_code(tmp_path: Path):
+    small().save_pretrained(tmp_path / "second", is_main_process=False)
+    assert not list((tmp_path / "second").glob("*.py"))
+    small().save_pretrained(tmp_path / "first", True)
+    assert "auto_map" in json.loads((tmp_path / "first" / "config.json").read_text())
+
+
+def test_weights_are_never_unpickled(tmp_path: Path):
+    model = small()
+    model.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(OSError, match="safetensors"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_an_old_transformers_is_left_alone(tmp_path: Path):
+    """Whoever has one that dualres cannot use can still use it."""
+    folder = tmp_path / "transformers" / "models" / "auto"
+    folder.mkdir(parents=True)
+    for path in (folder, folder.parent, folder.parent.parent):
+        (path / "__init__.py").write_text("")
+    (folder / "configuration_auto.py").write_text("KNOWN = 1\n")
+    program = "import dualres; from transformers.models.auto import configuration_auto; print(configuration_auto.KNOWN)"
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{os.getcwd()}"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, env=environment)
+    assert done.stdout.split() == ["1"], done.stderr
 
 
 def test_new_tokens_can_be_added():
@@ -243,6 +344,7 @@ def test_new_tokens_can_be_added():
     model.resize_token_embeddings(104, mean_resizing=False)
     assert model.config.vocab_size == model.decoder.vocabulary.table.num_embeddings == 104
     assert torch.equal(model(random_tokens()).logits[..., :97], before)
+    assert DualResForCausalLM.of(model.decoder).config.vocab_size == 104
 
 
 def test_labels_positions_and_embeddings():
