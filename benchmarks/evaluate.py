@@ -22,7 +22,7 @@ import transformers
 from lm_eval import evaluator
 from lm_eval.models.huggingface import HFLM
 
-from dualres.commands.share import hush
+from dualres.commands.arguments import hush
 from dualres.data.tokenizer import train_bpe
 from dualres.evaluate import zero_shot
 from dualres.evaluate.subject import load_subject

@@ -4,6 +4,7 @@ import argparse
 from typing import Any
 
 from dualres.experiment import names
+from dualres.extras import need
 
 OVERRIDES = """
 overrides:
@@ -39,3 +40,10 @@ def experiment(sub: argparse.ArgumentParser) -> None:
 def overrides(sub: argparse.ArgumentParser) -> None:
     """--set, as often as needed"""
     sub.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], help="change a key; may be repeated")
+
+
+def hush() -> None:
+    """No progress bars and remarks of `transformers` between our own lines."""
+    logging = need("transformers", "hub", "this command").utils.logging
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()

@@ -86,6 +86,8 @@ def add(commands: Any) -> None:
 
 
 def _evaluate(given: argparse.Namespace) -> int:
+    arguments.hush()
+
     def load(path: str) -> Subject:
         return subject.load_subject(path, checkpoint=given.checkpoint, device=given.device, dtype=given.dtype)
 

@@ -7,7 +7,6 @@ from typing import Any
 from dualres.commands import arguments
 from dualres.config import ConfigError
 from dualres.experiment import names
-from dualres.extras import need
 from dualres.progress import Progress
 from dualres.train.load import CHOICES
 
@@ -75,7 +74,7 @@ def add(commands: Any) -> None:
 
 
 def _export(given: argparse.Namespace) -> int:
-    hush()
+    arguments.hush()
     from dualres.hub.export import export
 
     opened = export(given.model, given.out, form=given.form, which=given.checkpoint, dtype=given.dtype)
@@ -84,7 +83,7 @@ def _export(given: argparse.Namespace) -> int:
 
 
 def _import(given: argparse.Namespace) -> int:
-    hush()
+    arguments.hush()
     from dualres.hub.export import import_run
 
     import_run(given.folder, given.run)
@@ -93,7 +92,7 @@ def _import(given: argparse.Namespace) -> int:
 
 
 def _convert(given: argparse.Namespace) -> int:
-    hush()
+    arguments.hush()
     from dualres.hub.convert import convert
 
     if not 0 <= given.seed < 2**63:
@@ -117,10 +116,3 @@ def _convert(given: argparse.Namespace) -> int:
             f"{made.difference:.1e}, relative, in float32"
         )
     return 0
-
-
-def hush() -> None:
-    """No progress bars and remarks of `transformers` between our own lines."""
-    logging = need("transformers", "hub", "this command").utils.logging
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()

@@ -15,6 +15,7 @@ from dualres.data.errors import DataError
 from dualres.data.source import COMPRESSIONS, lines
 
 ENDINGS = (".jsonl", *(f".jsonl{compression}" for compression in COMPRESSIONS))
+SPLITS = ("train", "val", "validation", "dev", "test")  # Paloma has val and test
 MOST_SOURCES = 1000  # of one file, which is read once for each
 
 PALOMA = {  # the folders of Paloma's sources: the paper's groups, in the order of its table
@@ -89,6 +90,9 @@ def _layout(folder: Path) -> dict[str, list[Path]]:
             if not below:
                 raise DataError(f"{path} holds no file that ends with {', '.join(ENDINGS)}: fill it, or take it away")
             name = path.name
+            splits = sorted({p.relative_to(path).parts[0] for p in below} & {*SPLITS})
+            if len(splits) > 1:
+                raise DataError(f"{path} holds the splits {' and '.join(splits)}: keep the one to measure on")
         elif _is_documents(path):
             below, name = [path], _stem(path)
         else:

@@ -12,7 +12,7 @@ from dualres.data.errors import DataError
 from dualres.data.shards import read_index
 from dualres.data.tokenizer import tokens_description
 from dualres.evaluate import kept, perplexity, zero_shot
-from dualres.evaluate.batches import Batch, batch_for, batch_size
+from dualres.evaluate.batches import Batch, batch_for
 from dualres.evaluate.documents import Source
 from dualres.evaluate.kept import Piece
 from dualres.evaluate.perplexity import FirstToken, SourceScore
@@ -101,7 +101,7 @@ def pieces(subject: Subject, asked: Asked, show: Show) -> list[Piece]:
     batch = batch_for(subject, asked.rows)
     validation = [] if asked.validation is None else [_validation(subject, asked, asked.validation, batch, show)]
     sources = [_source(subject, asked, source, batch, show) for source in asked.sources]
-    return [*validation, *sources, *(_task(subject, asked, documents, show) for documents in asked.tasks)]
+    return [*validation, *sources, *(_task(subject, asked, documents, batch, show) for documents in asked.tasks)]
 
 
 def _validation(subject: Subject, asked: Asked, data: Path, batch: Batch, show: Show) -> Piece:
@@ -126,14 +126,13 @@ def _source(subject: Subject, asked: Asked, source: Source, batch: Batch, show: 
     )
 
 
-def _task(subject: Subject, asked: Asked, documents: TaskDocuments, show: Show) -> Piece:
+def _task(subject: Subject, asked: Asked, documents: TaskDocuments, batch: Batch, show: Show) -> Piece:
     what = {"task": documents.task.name, "split": documents.split, "origin": documents.origin}
     version = zero_shot.harness_version()  # and with it the task's
-    rows = asked.rows or batch_size(subject)
     return Piece(
         f"zero-shot {documents.task.name}",
         _key(subject, measure="zero-shot", **what, content=documents.digest, harness=version, limit=asked.limit),
-        lambda: zero_shot.score_task(subject, documents, batch=rows, limit=asked.limit, show=show),
+        lambda: zero_shot.score_task(subject, documents, batch=asked.rows or batch, limit=asked.limit, show=show),
         zero_shot.as_data,
         zero_shot.from_data,
     )

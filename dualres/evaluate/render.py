@@ -52,7 +52,8 @@ def latex(table: Table) -> str:
         return f"{text} {{\\scriptsize$\\pm$ {given.error}}}" if given.error else text
 
     def line(cells: Sequence[str]) -> str:
-        return f"{' & '.join(cells)} \\\\"
+        apart = "{}" if cells[0].startswith(("[", "*")) else ""  # which \\\\ of the line before would take for its own
+        return f"{apart}{' & '.join(cells)} \\\\"
 
     lines = ["\\begin{table}[t]", "\\centering", "\\small", f"\\caption{{{escaped(table.title)}}}"]
     lines.append(f"\\label{{tab:{table.name}}}")

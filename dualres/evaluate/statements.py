@@ -5,12 +5,14 @@ from collections.abc import Iterable, Sequence
 from dualres.evaluate.documents import PALOMA
 from dualres.evaluate.measure import Asked, ModelResult
 from dualres.evaluate.tasks import TASKS
+from dualres.evaluate.zero_shot import harness_version
 
 BEST = "Bold: the best of the models measured here, by the printed digits; the paper's rows take no part."
 FIRST_TOKEN = {
     "scored": "the first token scored too, predicted from the token that begins a text or ends the one before",
     "skipped": "the first token of each window skipped",
 }
+PAPER_TOKENS = "Per token, the paper's numbers are of its own tokenizer, which it does not name: compare with care."
 PAPER_POOL = (
     "The paper's pooled token PPL lies below every one of its sixteen sources, which its equation cannot give: do not "
     "measure ours by it."
@@ -25,6 +27,11 @@ def is_paloma(asked: Asked) -> bool:
 def one_tokenizer(models: Sequence[ModelResult]) -> bool:
     """Whether what is counted per token can be compared."""
     return len({model.tokenizer for model in models}) == 1
+
+
+def per_byte(models: Sequence[ModelResult], asked: Asked) -> bool:
+    """Whether what is counted per byte can be compared: where first tokens are skipped, only at equal windows."""
+    return asked.first_token == "scored" or (one_tokenizer(models) and len({model.context for model in models}) == 1)
 
 
 def sources(asked: Asked) -> str:
@@ -50,7 +57,12 @@ def fit(models: Sequence[ModelResult], asked: Asked) -> tuple[str, ...]:
             "Pooled: over all tokens or bytes of all sources. Macro: the mean over sources, each counting the same."
         )
         notes.append(f"The paper's PPL and BPB are of Paloma. {PAPER_POOL}")
-    return (*notes, f"Lower is better. {BEST}", *_tokenizers(models))
+    if not per_byte(models, asked):
+        notes.append(
+            "Tokens that are skipped are not predicted, and their bytes still count: between models of other windows "
+            "or tokenizers nothing per byte is bold."
+        )
+    return (*notes, PAPER_TOKENS, f"Lower is better. {BEST}", *_tokenizers(models))
 
 
 def by_source(models: Sequence[ModelResult], asked: Asked) -> tuple[str, ...]:
@@ -59,7 +71,7 @@ def by_source(models: Sequence[ModelResult], asked: Asked) -> tuple[str, ...]:
     known = sum(name in PALOMA for name in names)
     notes = [_perplexity(models, asked)]
     if known > 0:
-        notes.append("The paper's columns are of its 1B models on Paloma, not reproduced here.")
+        notes.append(f"The paper's columns are of its 1B models on Paloma, not reproduced here. {PAPER_TOKENS}")
     if known > 0 and not is_paloma(asked):
         notes.append(
             f"By their names, {known} of Paloma's sixteen sources are here; the documents need not be Paloma's own."
@@ -76,7 +88,7 @@ def zero_shot(models: Sequence[ModelResult], asked: Asked) -> tuple[str, ...]:
     metrics = "; ".join(
         f"{metric} of {', '.join(names)}" for metric, names in (("acc_norm", normed), ("acc", by_acc)) if names
     )
-    harness = ", ".join(dict.fromkeys(score.harness for score in scores))
+    harness = ", ".join(dict.fromkeys(score.harness for score in scores)) or harness_version()
     context = _each(models, [f"{model.context:,} tokens" for model in models])
     notes = [
         f"lm-evaluation-harness {harness}, its default formulations without examples, in at most {context} of context: "

@@ -8,14 +8,15 @@ import torch
 
 from dualres.extras import need
 from dualres.hub import weights
-from dualres.hub.convert import local_folder
-from dualres.hub.errors import ModelError
+from dualres.hub.convert import NEEDLESS, local_folder
+from dualres.hub.errors import ModelError, read_by_transformers
 from dualres.hub.export import is_run, open_model
 from dualres.hub.saved import CONFIG, is_ours, read_saved
 from dualres.hub.tokenizer import load_tokenizer
 from dualres.train import checkpoint as checkpoints
 from dualres.train.load import choose
 
+KEPT_FILES = (".json", ".txt", ".model", ".jinja")  # of a folder: configs and tokenizers, beside the weights
 CONTEXTS = ("max_position_embeddings", "n_positions", "n_ctx", "seq_length")  # what configs call it
 READ = 2**24  # bytes at a time
 
@@ -44,12 +45,12 @@ def load_subject(source: str, *, checkpoint: str = "last", device: str = "auto",
         opened = open_model(folder, checkpoint)
         name, model, tokenizer = opened.name, opened.model, opened.tokenizer
     else:
-        name, model, tokenizer = Path(source).name, _their_model(folder), load_tokenizer(folder)
+        name, model, tokenizer = Path(source).name, _their_model(folder, dtype), load_tokenizer(folder)
     if tokenizer is None:
         raise ModelError(
             f"{source} has no tokenizer: put its tokenizer.json and tokenizer_config.json beside the weights"
         )
-    if dtype != "auto":
+    if ours and dtype != "auto":
         model = model.to(getattr(torch, dtype))
     where = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     prefix = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
@@ -59,23 +60,37 @@ def load_subject(source: str, *, checkpoint: str = "last", device: str = "auto",
     return Subject(name, identity, model.to(where).eval(), tokenizer, _context(model, tokenizer), int(prefix))
 
 
-def _their_model(folder: Path) -> Any:
-    """A model that `transformers` has the code of."""
+def _their_model(folder: Path, dtype: str) -> Any:
+    """A model that `transformers` has the code of. It rounds weights to `dtype`, and no tables of positions."""
     transformers = need("transformers", "hub", "evaluation")
     read_saved(folder)
-    try:
+    with read_by_transformers(folder):
         model, found = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype="auto", use_safetensors=True, output_loading_info=True
+            folder,
+            dtype=dtype if dtype == "auto" else getattr(torch, dtype),
+            use_safetensors=True,
+            trust_remote_code=False,
+            ignore_mismatched_sizes=True,  # they are refused here, by name
+            output_loading_info=True,
         )
-    except Exception as error:  # of many kinds
-        reason = " ".join(str(error).split())
-        raise ModelError(f"transformers cannot load {folder}: {reason}") from None
-    if found["missing_keys"]:
-        raise ModelError(
-            f"the weights of {folder} do not match its {CONFIG}: {sorted(found['missing_keys'])[0]} is missing. "
-            "Restore both from one place"
-        )
+    faults = [f"{name} is missing" for name in sorted(found["missing_keys"])]
+    faults += [f"{name} is not part of it" for name in sorted(found["unexpected_keys"]) if not name.endswith(NEEDLESS)]
+    faults += [
+        f"{name} is {tuple(there)}, not {tuple(wanted)}" for name, there, wanted in sorted(found["mismatched_keys"])
+    ]
+    if faults:
+        raise ModelError(f"the weights of {folder} do not match its {CONFIG}: {faults[0]}. Restore both from one place")
+    _check_causal(model.eval(), folder)
     return model
+
+
+@torch.no_grad()
+def _check_causal(model: Any, folder: Path) -> None:
+    """Refuse a model that sees the tokens it is to predict, as BERT does."""
+    tokens = torch.tensor([[0, 1, 0, 1], [0, 1, 0, 0]])
+    first, second = model(tokens).logits[:, :3].float()
+    if (first - second).square().mean() > 1e-6 * first.square().mean():
+        raise ModelError(f"{folder} looks ahead: it is no causal language model, and its scores would mean nothing")
 
 
 def _context(model: Any, tokenizer: Any) -> int:
@@ -89,8 +104,7 @@ def _files(folder: Path, checkpoint: str) -> list[Path]:
     """What makes a model what it is; a checkpoint's manifest has the sums of its weights."""
     if is_run(folder):
         return [folder / CONFIG, choose(folder, checkpoint) / checkpoints.MANIFEST]
-    tokenizer = [path for path in sorted(folder.glob("tokenizer*")) if path.is_file()]
-    return [folder / CONFIG, *tokenizer, *weights.files(folder)]
+    return [*(path for path in sorted(folder.iterdir()) if path.suffix in KEPT_FILES), *weights.files(folder)]
 
 
 def _identity(files: list[Path], dtype: str) -> str:

@@ -67,7 +67,8 @@ def fit(models: Sequence[ModelResult], asked: Asked) -> Table:
             found: list[Any] = [None if scores is None else aggregate(scores) for scores in whole]
             for name, measure in MEASURES:
                 texts = [NOTHING if score is None else _digits(getattr(score, measure), 3) for score in found]
-                columns.append(Column(name + ending, _lowest(texts, per_token or measure != "token_ppl")))
+                comparable = per_token if measure == "token_ppl" else statements.per_byte(models, asked)
+                columns.append(Column(name + ending, _lowest(texts, comparable)))
     return Table(
         "fit",
         "Language-model fit" + (f": {statements.sources(asked)}" if asked.sources else ""),

@@ -78,16 +78,22 @@ def _text(value: Any) -> str:
     return value
 
 
-def _texts(value: Any) -> list[str]:
+def _answer(value: Any) -> str:
+    if not _text(value).strip():
+        raise ValueError("an answer must not be empty")
+    return str(value)
+
+
+def _answers(value: Any) -> list[str]:
     if not isinstance(value, list) or not value:
         raise ValueError("it must be a list of texts")
-    return [_text(part) for part in value]
+    return [_answer(part) for part in value]
 
 
 def _choices(value: Any) -> dict[str, list[str]]:
     if not isinstance(value, Mapping) or not {"text", "label"} <= value.keys():
         raise ValueError('it must be {"text": […], "label": […]}')
-    choices = {key: _texts(value[key]) for key in ("text", "label")}
+    choices = {key: _answers(value[key]) for key in ("text", "label")}
     if len(choices["text"]) != len(choices["label"]):
         raise ValueError("it must have a label for each text")
     return choices
@@ -116,11 +122,17 @@ def _one_of_endings(row: Row) -> str:
 
 def _one_of_labels(row: Row) -> str:
     labels = row["choices"]["label"]
-    return "" if row["answerKey"].lstrip() in labels else f"has answerKey {row['answerKey']!r}, none of {labels}"
+    return "" if row["answerKey"] in labels else f"has answerKey {row['answerKey']!r}, none of {labels}"
+
+
+def _one_of_labels_after_spaces(row: Row) -> str:
+    """The harness takes the spaces away, of this task alone."""
+    return _one_of_labels({**row, "answerKey": row["answerKey"].lstrip()})
 
 
 def _has_a_gap(row: Row) -> str:
-    return "" if "_" in row["sentence"] else "has no _ in its sentence, the gap to fill"
+    _, gap, rest = row["sentence"].partition("_")
+    return "" if gap and rest.strip() else "has no _ with text after it in its sentence, the gap to fill"
 
 
 _QUESTION = {"choices": _choices, "answerKey": _text}
@@ -136,7 +148,7 @@ TASKS = (
         package="hellaswag/none",
         fields={
             **dict.fromkeys(("activity_label", "ctx_a", "ctx_b"), _text),
-            "endings": _texts,
+            "endings": _answers,
             "label": _digit("0", "1", "2", "3"),
         },
         fits=_one_of_endings,
@@ -150,7 +162,7 @@ TASKS = (
         hub="baber/piqa",
         names=("piqa",),
         package="piqa/plain_text",
-        fields={**dict.fromkeys(("goal", "sol1", "sol2"), _text), "label": _zero_or_one},
+        fields={"goal": _text, **dict.fromkeys(("sol1", "sol2"), _answer), "label": _zero_or_one},
     ),
     Task(
         name="arc_easy",
@@ -197,7 +209,7 @@ TASKS = (
         names=("openbookqa", "openbookqa_main"),
         package="openbookqa/main",
         fields={"question_stem": _text, **_QUESTION},
-        fits=_one_of_labels,
+        fits=_one_of_labels_after_spaces,
     ),
     Task(
         name="social_iqa",
@@ -209,7 +221,8 @@ TASKS = (
         names=("social_iqa", "social_i_qa", "siqa"),
         package="social_i_qa/none",
         fields={
-            **dict.fromkeys(("context", "question", "answerA", "answerB", "answerC"), _text),
+            **dict.fromkeys(("context", "question"), _text),
+            **dict.fromkeys(("answerA", "answerB", "answerC"), _answer),
             "label": _digit("1", "2", "3"),
         },
     ),
@@ -222,8 +235,9 @@ TASKS = (
         hub="allenai/sciq",
         names=("sciq",),
         package="sciq/none",
-        fields=dict.fromkeys(
-            ("support", "question", "distractor1", "distractor2", "distractor3", "correct_answer"), _text
-        ),
+        fields={
+            **dict.fromkeys(("support", "question"), _text),
+            **dict.fromkeys(("distractor1", "distractor2", "distractor3", "correct_answer"), _answer),
+        },
     ),
 )

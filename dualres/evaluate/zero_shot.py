@@ -4,7 +4,7 @@ import copy
 import importlib.metadata
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +13,8 @@ import torch
 
 from dualres.config import ConfigError
 from dualres.data.errors import DataError
+from dualres.evaluate.batches import MOST_ROWS, Batch
+from dualres.evaluate.perplexity import check_vocabulary
 from dualres.evaluate.subject import Subject
 from dualres.evaluate.task_documents import TaskDocuments
 from dualres.extras import need
@@ -65,27 +67,35 @@ def score_task(
     subject: Subject,
     documents: TaskDocuments,
     *,
-    batch: int,
+    batch: int | Batch,
     limit: int | None = None,
     show: Show = silent,
 ) -> TaskScore:
     """Accuracy of the answers that the model finds likeliest: acc by log-likelihood, acc_norm by that per character.
 
     A prompt that is longer than the subject's context loses its beginning. `limit` takes the first documents only. A
-    `batch` of rows that does not fit into a GPU's memory is halved.
+    `batch` is so many rows, or as many of the task's longest prompt as have its tokens; one that does not fit into a
+    GPU's memory is halved.
     """
+    check_vocabulary(subject)
     while True:
         try:
             return _score_task(subject, documents, batch, limit, show)
         except torch.OutOfMemoryError:
-            if batch == 1:
+            if batch == 1 or (isinstance(batch, Batch) and batch.tokens <= 1):
                 raise
-        batch //= 2  # here the error is gone, and with it the tensors that its traceback held
+        # Here the error is gone, and with it the tensors that its traceback held.
+        if isinstance(batch, Batch):
+            batch.tokens //= 2
+        else:
+            batch //= 2
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
 
-def _score_task(subject: Subject, documents: TaskDocuments, batch: int, limit: int | None, show: Show) -> TaskScore:
+def _score_task(
+    subject: Subject, documents: TaskDocuments, batch: int | Batch, limit: int | None, show: Show
+) -> TaskScore:
     evaluator = need("lm_eval.evaluator", "evaluate", PURPOSE)
     huggingface = need("lm_eval.models.huggingface", "evaluate", PURPOSE)
     name = documents.task.name
@@ -96,11 +106,11 @@ def _score_task(subject: Subject, documents: TaskDocuments, batch: int, limit: i
             pretrained=subject.model,
             tokenizer=tokenizer if tokenizer.pad_token else copy.deepcopy(tokenizer),
             backend="causal",
-            batch_size=batch,
+            batch_size=batch if isinstance(batch, int) else 1,  # the watch sets it when it has seen the prompts
             max_length=subject.context,
             prefix_token_id=subject.prefix,
         )
-        watch = _Watch(name, subject.context, model._loglikelihood_tokens, show)
+        watch = _Watch(name, subject, model, batch, show)
         model._loglikelihood_tokens = watch.tokens
         model.set_cache_hook(watch)
         found = evaluator.evaluate(model, {"tasks": {name: task}}, limit=limit, log_samples=False)
@@ -180,8 +190,9 @@ def harness_task(documents: TaskDocuments, limit: int | None) -> Any:
 class _Watch:
     """Looks on while the harness scores: what does not fit, and how far it has come."""
 
-    def __init__(self, task: str, context: int, score: Callable[..., Any], show: Show):
-        self.task, self.context, self.score, self.show = task, context, score, show
+    def __init__(self, task: str, subject: Subject, model: Any, batch: int | Batch, show: Show):
+        self.task, self.subject, self.context, self.show = task, subject.name, subject.context, show
+        self.model, self.score, self.batch = model, model._loglikelihood_tokens, batch
         self.answers = self.done = self.cut = 0
 
     def tokens(self, requests: Sequence[tuple[Any, list[int], list[int]]], **options: Any) -> Any:
@@ -195,10 +206,18 @@ class _Watch:
             )
         # The last token is predicted, and so not read.
         self.cut = sum(len(prompt) + len(answer) > self.context + 1 for _, prompt, answer in requests)
+        if isinstance(self.batch, Batch):
+            row = min(self.context, max(len(prompt) + len(answer) for _, prompt, answer in requests))
+            self.model.batch_size_per_gpu = max(1, min(MOST_ROWS, self.batch.tokens // row))
         return self.score(requests, **options)
 
-    def add_partial(self, kind: str, request: object, answer: object) -> None:
+    def add_partial(self, kind: str, request: object, answer: tuple[float, bool]) -> None:
         """One answer is scored: the harness tells it to what it takes for a cache."""
+        if not math.isfinite(answer[0]):
+            raise DataError(
+                f"{self.subject} gives an answer of {self.task} a log-likelihood of {answer[0]}: look at its weights, "
+                "or run it in another dtype, float32 say"
+            )
         self.done += 1
         self.show(f"{self.task}  {self.done:,}/{self.answers:,} answers")
 

@@ -135,7 +135,8 @@ def test_the_batch_is_the_one_asked_for(evaluate: Evaluate, monkeypatch: pytest.
     monkeypatch.setattr(zero_shot, "score_task", watched)
     assert evaluate("small", *TASKS, "--batch", "2")[0] == 0
     assert evaluate("large", *TASKS)[0] == 0
-    assert batches == [2, 2, 64, 64]
+    assert batches[:2] == [2, 2]
+    assert all(batch.tokens >= 64 for batch in batches[2:])  # by memory: rows of the longest prompt
 
 
 def test_latex_is_printed_when_asked_for(evaluate: Evaluate):

@@ -37,10 +37,13 @@ def test_one_folder_per_source(tmp_path: Path):
     fill(tmp_path / "ptb/val/b.jsonl.gz", ["b"])
     fill(tmp_path / "ptb/val/a.jsonl", ["a", ""])
     fill(tmp_path / "ptb/val/._a.jsonl", ["not a document"])
-    fill(tmp_path / "ptb/test/deep/c.jsonl.zst", ["c"])
+    fill(tmp_path / "ptb/val/deep/c.jsonl.zst", ["c"])
     fill(tmp_path / "mc4/x.jsonl", ["x"])
     fill(tmp_path / "gab.jsonl", ["g"])
-    assert by_name(tmp_path) == {"gab": ["g"], "mc4": ["x"], "ptb": ["c", "a", "", "b"]}
+    assert by_name(tmp_path) == {"gab": ["g"], "mc4": ["x"], "ptb": ["a", "", "b", "c"]}
+    fill(tmp_path / "ptb/test/d.jsonl", ["d"])
+    with pytest.raises(DataError, match=r"ptb holds the splits test and val: keep the one"):
+        find_sources(tmp_path)
 
 
 def test_one_file_whose_rows_name_their_source(tmp_path: Path):

@@ -68,8 +68,8 @@ def test_against_plain_transformers(tmp_path: Path, name: str, first_token: Firs
     assert found.nats == pytest.approx(nats, rel=1e-6)
     size = sum(len(text.encode()) for text in TEXTS)
     assert found.bytes == size
-    assert found.token_ppl == pytest.approx(math.exp(nats / tokens), rel=1e-5)
-    assert found.byte_ppl == pytest.approx(math.exp(nats / size), rel=1e-5)
+    assert found.token_ppl == pytest.approx(math.exp(nats / tokens), rel=1e-6)
+    assert found.byte_ppl == pytest.approx(math.exp(nats / size), rel=1e-6)
     assert 2**found.bits_per_byte == pytest.approx(found.byte_ppl, rel=1e-12)
     assert (found.name, found.first_token, found.context) == ("some", first_token, CONTEXT)
 

@@ -18,6 +18,7 @@ from lm_eval.tasks import TaskManager
 from dualres.config import ConfigError
 from dualres.data.errors import DataError
 from dualres.evaluate import zero_shot
+from dualres.evaluate.batches import Batch
 from dualres.evaluate.subject import Subject
 from dualres.evaluate.task_documents import TaskDocuments, task_documents
 from dualres.evaluate.tasks import TASKS, Task
@@ -61,6 +62,36 @@ def harness_scores(subject: Subject, task: Task, file: Path, folder: Path) -> di
     assert found is not None
     scores: dict[str, Any] = found["results"][task.name]
     return scores
+
+
+def test_a_model_of_nans_has_no_score(documents: dict[str, TaskDocuments]):
+    broken = tiny_subject(bpe_tokenizer(), context=CONTEXT)
+    with torch.no_grad():
+        broken.model.lm_head.weight.fill_(torch.nan)
+    with pytest.raises(DataError, match="tiny gives an answer of piqa a log-likelihood of nan"):
+        score_task(broken, documents["piqa"], batch=BATCH)
+
+
+def test_a_tokenizer_beyond_the_model_is_refused(documents: dict[str, TaskDocuments]):
+    with pytest.raises(DataError, match="has only 270 entries"):
+        score_task(tiny_subject(bpe_tokenizer(), context=CONTEXT, vocab_size=270), documents["piqa"], batch=BATCH)
+
+
+@pytest.mark.parametrize("tokens", [1, 120, 10_000])
+def test_a_batch_of_tokens_gives_the_same_scores(tokens: int, subject: Subject, documents: dict[str, TaskDocuments]):
+    """As many rows as the longest prompt allows, and never none."""
+    asked: list[int] = []
+    batch = Batch(1, tokens)
+    by_rows = score_task(subject, documents["piqa"], batch=BATCH)
+    wanted = {name: accuracy.value for name, accuracy in by_rows.accuracies.items()}
+    hook = subject.model.register_forward_pre_hook(
+        lambda module, args, kwargs: asked.append((args[0] if args else kwargs["input_ids"]).numel()), with_kwargs=True
+    )
+    found = score_task(subject, documents["piqa"], batch=batch)
+    hook.remove()
+    assert {name: accuracy.value for name, accuracy in found.accuracies.items()} == wanted
+    assert max(asked) <= tokens or tokens == 1
+    assert len(asked) == (1 if tokens == 10_000 else max(2, len(asked)))
 
 
 @pytest.mark.parametrize(("task", "file"), [*zip(TASKS, FILES, strict=True)], ids=[task.name for task in TASKS])
