@@ -94,6 +94,18 @@ def test_a_batch_of_tokens_gives_the_same_scores(tokens: int, subject: Subject, 
     assert len(asked) == (1 if tokens == 10_000 else max(2, len(asked)))
 
 
+def test_a_shorter_context_is_what_the_model_reads(subject: Subject, documents: dict[str, TaskDocuments]):
+    widths: list[int] = []
+    hook = subject.model.register_forward_pre_hook(
+        lambda module, args, kwargs: widths.append((args[0] if args else kwargs["input_ids"]).shape[1]),
+        with_kwargs=True,
+    )
+    found = score_task(subject._replace(context=40), documents["piqa"], batch=BATCH)
+    hook.remove()
+    assert max(widths) == 40
+    assert found.cut > 0
+
+
 @pytest.mark.parametrize(("task", "file"), [*zip(TASKS, FILES, strict=True)], ids=[task.name for task in TASKS])
 def test_scores_are_those_of_the_harness(
     task: Task,
