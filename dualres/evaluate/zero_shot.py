@@ -79,23 +79,18 @@ def score_task(
     """
     check_vocabulary(subject)
     while True:
+        watch = _Watch(documents.task.name, subject, batch, show)
         try:
-            return _score_task(subject, documents, batch, limit, show)
+            return _score_task(subject, documents, watch, limit)
         except torch.OutOfMemoryError:
-            if batch == 1 or (isinstance(batch, Batch) and batch.tokens <= 1):
+            if watch.rows == 1:
                 raise
-        # Here the error is gone, and with it the tensors that its traceback held.
-        if isinstance(batch, Batch):
-            batch.tokens //= 2
-        else:
-            batch //= 2
+        batch = watch.rows // 2  # here the error is gone, and with it the tensors that its traceback held
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
 
-def _score_task(
-    subject: Subject, documents: TaskDocuments, batch: int | Batch, limit: int | None, show: Show
-) -> TaskScore:
+def _score_task(subject: Subject, documents: TaskDocuments, watch: "_Watch", limit: int | None) -> TaskScore:
     evaluator = need("lm_eval.evaluator", "evaluate", PURPOSE)
     huggingface = need("lm_eval.models.huggingface", "evaluate", PURPOSE)
     name = documents.task.name
@@ -106,13 +101,11 @@ def _score_task(
             pretrained=subject.model,
             tokenizer=tokenizer if tokenizer.pad_token else copy.deepcopy(tokenizer),
             backend="causal",
-            batch_size=batch if isinstance(batch, int) else 1,  # the watch sets it when it has seen the prompts
+            batch_size=watch.rows,
             max_length=subject.context,
             prefix_token_id=subject.prefix,
         )
-        watch = _Watch(name, subject, model, batch, show)
-        model._loglikelihood_tokens = watch.tokens
-        model.set_cache_hook(watch)
+        watch.look_on(model)
         found = evaluator.evaluate(model, {"tasks": {name: task}}, limit=limit, log_samples=False)
     metrics = found["results"][name]
     accuracies = {
@@ -190,10 +183,16 @@ def harness_task(documents: TaskDocuments, limit: int | None) -> Any:
 class _Watch:
     """Looks on while the harness scores: what does not fit, and how far it has come."""
 
-    def __init__(self, task: str, subject: Subject, model: Any, batch: int | Batch, show: Show):
+    def __init__(self, task: str, subject: Subject, batch: int | Batch, show: Show):
         self.task, self.subject, self.context, self.show = task, subject.name, subject.context, show
-        self.model, self.score, self.batch = model, model._loglikelihood_tokens, batch
+        self.batch, self.rows = batch, batch if isinstance(batch, int) else 1  # until the prompts are known
         self.answers = self.done = self.cut = 0
+
+    def look_on(self, model: Any) -> None:
+        """Stand between the harness's model and what it is asked."""
+        self.model, self.score = model, model._loglikelihood_tokens
+        model._loglikelihood_tokens = self.tokens
+        model.set_cache_hook(self)
 
     def tokens(self, requests: Sequence[tuple[Any, list[int], list[int]]], **options: Any) -> Any:
         """All answers of a task, tokenized: (texts, prompt, answer)."""
@@ -208,7 +207,8 @@ class _Watch:
         self.cut = sum(len(prompt) + len(answer) > self.context + 1 for _, prompt, answer in requests)
         if isinstance(self.batch, Batch):
             row = min(self.context, max(len(prompt) + len(answer) for _, prompt, answer in requests))
-            self.model.batch_size_per_gpu = max(1, min(MOST_ROWS, self.batch.tokens // row))
+            self.rows = max(1, min(MOST_ROWS, self.batch.tokens // row))
+            self.model.batch_size_per_gpu = self.rows
         return self.score(requests, **options)
 
     def add_partial(self, kind: str, request: object, answer: tuple[float, bool]) -> None:

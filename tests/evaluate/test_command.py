@@ -14,6 +14,7 @@ from dualres.cli import main
 from dualres.commands.evaluate import models_of
 from dualres.config import ConfigError
 from dualres.evaluate import perplexity, subject, zero_shot
+from dualres.evaluate.batches import MOST_ROWS
 from dualres.evaluate.subject import Subject
 from dualres.files import LOCK
 from dualres.hub.errors import ModelError
@@ -21,6 +22,7 @@ from tests.evaluate.task_files import write_files, write_rows
 from tests.evaluate.tiny import bpe_tokenizer, save_tiny, tiny_subject
 from tests.train.tiny import tiny_data
 
+CONTEXT = 64
 Evaluate = Callable[..., tuple[int, str, str]]
 
 
@@ -39,7 +41,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         if path == "missing":
             raise ModelError("no model at missing: give a folder")
         tokens = bpe_tokenizer() if path == "bpe" else None
-        made = tiny_subject(tokens, context=64, initializer_range=0.02 if path.endswith("small") else 0.3)
+        made = tiny_subject(tokens, context=CONTEXT, initializer_range=0.02 if path.endswith("small") else 0.3)
         return made._replace(identity=path)
 
     monkeypatch.setattr(subject, "load_subject", load)
@@ -136,7 +138,7 @@ def test_the_batch_is_the_one_asked_for(evaluate: Evaluate, monkeypatch: pytest.
     assert evaluate("small", *TASKS, "--batch", "2")[0] == 0
     assert evaluate("large", *TASKS)[0] == 0
     assert batches[:2] == [2, 2]
-    assert all(batch.tokens >= 64 for batch in batches[2:])  # by memory: rows of the longest prompt
+    assert {batch.tokens for batch in batches[2:]} == {MOST_ROWS * CONTEXT}  # of a model that is small
 
 
 def test_latex_is_printed_when_asked_for(evaluate: Evaluate):
@@ -316,6 +318,6 @@ def test_a_saved_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     capsys.readouterr()
     assert main(arguments) == 0
     assert capsys.readouterr().err.count("kept from before") == 4
-    save_tiny(tmp_path / "saved", context=64, initializer_range=0.1)
+    save_tiny(tmp_path / "saved", context=CONTEXT, initializer_range=0.1)
     assert main(arguments) == 0
     assert "kept from before" not in capsys.readouterr().err

@@ -77,21 +77,31 @@ def test_a_tokenizer_beyond_the_model_is_refused(documents: dict[str, TaskDocume
         score_task(tiny_subject(bpe_tokenizer(), context=CONTEXT, vocab_size=270), documents["piqa"], batch=BATCH)
 
 
+@pytest.mark.parametrize("memory", [10_000, 100])
 @pytest.mark.parametrize("tokens", [1, 120, 10_000])
-def test_a_batch_of_tokens_gives_the_same_scores(tokens: int, subject: Subject, documents: dict[str, TaskDocuments]):
-    """As many rows as the longest prompt allows, and never none."""
-    asked: list[int] = []
+def test_a_batch_of_tokens_gives_the_same_scores(
+    tokens: int, memory: int, subject: Subject, documents: dict[str, TaskDocuments]
+):
+    """As many rows as the longest prompt allows, halved where they do not fit, and never none."""
+    asked: list[torch.Size] = []
+
+    def look(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        rows = args[0] if args else kwargs["input_ids"]
+        asked.append(rows.shape)
+        if rows.numel() > memory and len(rows) > 1:
+            raise torch.OutOfMemoryError(f"{rows.numel()} tokens")
+
+    wanted = score_task(subject, documents["piqa"], batch=BATCH).accuracies
+    hook = subject.model.register_forward_pre_hook(look, with_kwargs=True)
     batch = Batch(1, tokens)
-    by_rows = score_task(subject, documents["piqa"], batch=BATCH)
-    wanted = {name: accuracy.value for name, accuracy in by_rows.accuracies.items()}
-    hook = subject.model.register_forward_pre_hook(
-        lambda module, args, kwargs: asked.append((args[0] if args else kwargs["input_ids"]).numel()), with_kwargs=True
-    )
-    found = score_task(subject, documents["piqa"], batch=batch)
+    found = score_task(subject, documents["piqa"], batch=batch).accuracies
     hook.remove()
-    assert {name: accuracy.value for name, accuracy in found.accuracies.items()} == wanted
-    assert max(asked) <= tokens or tokens == 1
-    assert len(asked) == (1 if tokens == 10_000 else max(2, len(asked)))
+    assert found == wanted
+    assert batch.tokens == tokens  # one task's prompts say nothing of the next one's
+    most = max(shape[0] for shape in asked)
+    longest = max(shape[1] for shape in asked)
+    assert most == 1 if tokens == 1 else 1 < most <= tokens // longest
+    assert asked[-1].numel() <= max(memory, longest)
 
 
 def test_a_shorter_context_is_what_the_model_reads(subject: Subject, documents: dict[str, TaskDocuments]):
@@ -257,11 +267,11 @@ def test_a_batch_too_large_for_the_memory_is_halved(
     tried: list[int] = []
     score = zero_shot._score_task
 
-    def crowded(subject: Subject, documents: TaskDocuments, batch: int, *given: Any) -> TaskScore:
-        tried.append(batch)
-        if batch > 4:
+    def crowded(subject: Subject, documents: TaskDocuments, watch: Any, limit: int | None) -> TaskScore:
+        tried.append(watch.rows)
+        if watch.rows > 4:
             raise torch.OutOfMemoryError
-        return score(subject, documents, batch, *given)
+        return score(subject, documents, watch, limit)
 
     monkeypatch.setattr(zero_shot, "_score_task", crowded)
     assert score_task(subject, documents["boolq"], batch=16).documents == 3

@@ -169,7 +169,7 @@ REFUSED = {
     ),
     "llama3 without its factors": (
         lambda c: c.update(rope_parameters={"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0}),
-        r"config.json|without",
+        r"original_max_position_embeddings|high_freq_factor|low_freq_factor",
     ),
     "a width in words": (lambda c: c.update(hidden_size="32"), r"transformers cannot read .*config.json"),
     "no heads": (lambda c: c.update(num_attention_heads=0), r"config.json"),
