@@ -86,18 +86,23 @@ def new_folder(path: Path, refusal: Exception) -> Iterator[Path]:
     flush_folder(path.parent)
 
 
-def write_text(path: Path, text: str) -> None:
+def write_bytes(path: Path, data: bytes) -> None:
     """Replace the file `path` as a whole."""
     partial = partial_of(path)
     try:
-        with naming(path), partial.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with naming(path), partial.open("wb") as file:
+            file.write(data)
             flush(file)
         partial.replace(path)
     except OSError:
         partial.unlink(missing_ok=True)
         raise
     flush_folder(path.parent)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace the file `path` as a whole."""
+    write_bytes(path, text.encode())
 
 
 def write_json(path: Path, data: Any) -> None:

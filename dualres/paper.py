@@ -136,3 +136,15 @@ PALOMA = (  # "Token perplexity across the 16 reported Paloma domain groups for 
     PrintedSource("Twitter AAE", ("8,396.23", "8,083.35", "7,606.84")),
     PrintedSource("Wikitext-103", ("28.06", "26.86", "26.31")),
 )
+
+
+class PrintedGap(NamedTuple):
+    """One panel of the figure of write gates and rescue at 0.5B, as printed."""
+
+    residual: str  # our config
+    name: str  # of the method in the paper
+    gap: str  # mean absolute write gap
+    correlation: str  # of write and rescue gaps across layers
+
+
+GATE_RESCUE = (PrintedGap("dar-full", "DAR", "0.18", "0.23"), PrintedGap("dar-selfkv", "DAR-SelfKV", "0.49", "0.82"))

@@ -5,7 +5,7 @@ Blocks, branches and streams count from 0 here; the paper's b and i count from 1
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -40,13 +40,30 @@ class Network:
     eps: float = 1e-6
 
 
-def logits(weights: Weights, tokens: NDArray[np.int64], net: Network) -> Array:
-    """Tokens (B,T) -> logits (B,T,V), each sequence by itself."""
+@dataclass
+class Look:
+    """What one sequence's pass through mHC or DAR shows, by the number of the branch; and a cut, if there is one."""
+
+    cut: tuple[int, int] | None = None  # after this branch's write only this stream is kept; none, if there is no such
+    streams: dict[int, Array] = field(default_factory=dict)  # after the write (J,T,D)
+    write_gates: dict[int, Array] = field(default_factory=dict)  # (J,T)
+    candidates: dict[int, tuple[Array | None, list[Array]]] = field(default_factory=dict)  # queries (J,D), R × (J,T,D)
+
+    def written(self, number: int, streams: Array) -> Array:
+        """The streams with which the pass goes on."""
+        if self.cut is not None and self.cut[0] == number:
+            streams = np.array([stream if j == self.cut[1] else 0 * stream for j, stream in enumerate(streams)])
+        self.streams[number] = streams
+        return streams
+
+
+def logits(weights: Weights, tokens: NDArray[np.int64], net: Network, looks: Sequence[Look] | None = None) -> Array:
+    """Tokens (B,T) -> logits (B,T,V), each sequence by itself, with a look at each."""
     table = weights["vocabulary.table.weight"]
     pathway = {"standard": standard, "mhc": mhc, "attnres": attnres, "dar": dar}[net.family]
     found = []
-    for sequence in tokens:
-        h = pathway(weights, table[sequence], net)
+    for sequence, look in zip(tokens, looks or [Look() for _ in tokens], strict=True):
+        h = pathway(weights, table[sequence], net, look)
         found.append([table @ (rms_norm(h[t], net.eps) * weights["norm.weight"]) for t in range(len(sequence))])
     return np.array(found)
 
@@ -113,7 +130,7 @@ def experts(weights: Weights, name: str, x: Array, net: Network) -> Array:
 # --- the residual pathways: embedding (T,D) -> what the final norm reads (T,D) ---
 
 
-def standard(weights: Weights, embedding: Array, net: Network) -> Array:
+def standard(weights: Weights, embedding: Array, net: Network, look: Look) -> Array:
     """h_{ℓ+1} = h_ℓ + f_ℓ(h_ℓ)."""
     h = embedding
     for block, size in blocks(net):
@@ -122,7 +139,7 @@ def standard(weights: Weights, embedding: Array, net: Network) -> Array:
     return h
 
 
-def mhc(weights: Weights, embedding: Array, net: Network) -> Array:
+def mhc(weights: Weights, embedding: Array, net: Network, look: Look) -> Array:
     """mHC: read Σ_j pre_j X_j; X ← Sinkhorn(exp) X + post u; the output is the sum of the n streams."""
     x = np.array([embedding] * net.streams)  # (J,T,D)
     for block, size in blocks(net):
@@ -133,17 +150,20 @@ def mhc(weights: Weights, embedding: Array, net: Network) -> Array:
                 pre = sigmoid(gate_logits(weights, f"{pathway}.pre.{i}", x[:, t], net))
                 read[t] = sum(pre[j] * x[j, t] for j in range(net.streams))
             u = branch(weights, block, i, read, net)
+            number = block * net.branches_per_block + i
+            look.write_gates[number] = np.zeros((net.streams, len(embedding)))
             for t in range(len(embedding)):
                 post = 2 * sigmoid(gate_logits(weights, f"{pathway}.post.{i}", x[:, t], net))
                 mixing = gate_logits(weights, f"{pathway}.mixing.{i}", x[:, t], net)
                 mixing = sinkhorn(mixing.reshape(net.streams, net.streams), net.sinkhorn_steps)
+                look.write_gates[number][:, t] = post
                 for j in range(net.streams):
                     written[j, t] = sum(mixing[j, k] * x[k, t] for k in range(net.streams)) + post[j] * u[t]
-            x = written
+            x = look.written(number, written)
     return x.sum(axis=0)
 
 
-def attnres(weights: Weights, embedding: Array, net: Network) -> Array:
+def attnres(weights: Weights, embedding: Array, net: Network, look: Look) -> Array:
     """Attention Residuals, over blocks or branches, with or without value maps; a state is (key, value), each (T,D)."""
     history = [(embedding, embedding)]
     for block, size in blocks(net):
@@ -174,7 +194,7 @@ def mapped(weights: Weights, name: str, u: Array) -> Array:
     return u
 
 
-def dar(weights: Weights, embedding: Array, net: Network) -> Array:
+def dar(weights: Weights, embedding: Array, net: Network, look: Look) -> Array:
     """Dual Attention Residuals and its retrieval variants: "Methods" from H_0 = [h, h] to h_out^0 + h_out^1."""
     history = [np.array([embedding, embedding])]  # each (2,T,D)
     for block, size in blocks(net):
@@ -196,10 +216,13 @@ def dar(weights: Weights, embedding: Array, net: Network) -> Array:
                 if partial is not None:
                     rho = sigmoid(gate_logits(weights, f"{gates}.rho", partial[:, t], net))[0]
                     updated[:, t] += np.array([[rho, 1 - rho], [1 - rho, rho]]) @ partial[:, t]
-            partial = updated
+            number = block * net.branches_per_block + i
+            look.write_gates[number], look.candidates[number] = beta.T, (query, list(candidates))
+            partial = look.written(number, updated)
         assert partial is not None
         history.append(partial)
     query = weights["stack.readout.queries.weight"][0]
+    look.candidates[-1] = query, history
     return np.array([retrieve_dual(query, [h[:, t] for h in history], net).sum(0) for t in range(len(embedding))])
 
 

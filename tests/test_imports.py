@@ -11,12 +11,13 @@ from dualres.residual.registry import METHODS
 PACKAGE = Path(dualres.__file__).parent
 # A file may import from its own layer and from those before it.
 LAYERS = [
-    ["fields", "files", "extras", "progress", "version"],
+    ["curves", "fields", "files", "extras", "progress", "version"],
     ["config"],
     ["ops"],
     ["residual"],
     ["model", "data"],
     ["experiment", "paper", "table"],
+    ["analyze"],
     ["params", "describe", "train"],
     ["hub"],
     ["suite", "evaluate"],

@@ -56,8 +56,14 @@ def load_subject(source: str, *, checkpoint: str = "last", device: str = "auto",
     prefix = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     if prefix is None:
         raise ModelError(f"the tokenizer of {source} has neither a bos nor an eos token to begin a document with")
-    identity = _identity(_files(folder, checkpoint), str(model.dtype))
-    return Subject(name, identity, model.to(where).eval(), tokenizer, _context(model, tokenizer), int(prefix))
+    return Subject(
+        name,
+        identity(folder, checkpoint, str(model.dtype)),
+        model.to(where).eval(),
+        tokenizer,
+        _context(model, tokenizer),
+        int(prefix),
+    )
 
 
 def _their_model(folder: Path, dtype: str) -> Any:
@@ -100,17 +106,18 @@ def _context(model: Any, tokenizer: Any) -> int:
     return int(min(tokenizer.model_max_length, 2048))
 
 
+def identity(folder: Path, checkpoint: str, dtype: str) -> str:
+    """The same for the same weights, config, tokenizer and dtype."""
+    total = hashlib.blake2b(dtype.encode(), digest_size=16)
+    for path in _files(folder, checkpoint):
+        with path.open("rb") as file:
+            while piece := file.read(READ):
+                total.update(piece)
+    return total.hexdigest()
+
+
 def _files(folder: Path, checkpoint: str) -> list[Path]:
     """What makes a model what it is; a checkpoint's manifest has the sums of its weights."""
     if is_run(folder):
         return [folder / CONFIG, choose(folder, checkpoint) / checkpoints.MANIFEST]
     return [*(path for path in sorted(folder.iterdir()) if path.suffix in KEPT_FILES), *weights.files(folder)]
-
-
-def _identity(files: list[Path], dtype: str) -> str:
-    total = hashlib.blake2b(dtype.encode(), digest_size=16)
-    for path in files:
-        with path.open("rb") as file:
-            while piece := file.read(READ):
-                total.update(piece)
-    return total.hexdigest()

@@ -12,7 +12,7 @@ from dualres.config import ResidualConfig
 from dualres.model.recompute import KEPT, Recompute
 from dualres.ops import Norm
 from dualres.residual import registry
-from dualres.residual.pathway import Pathway, embed
+from dualres.residual.pathway import History, Pathway, embed
 
 FORMS_OF_A_BLOCK = 8  # training, validation, another shape, …: as many as PyTorch grants one function
 
@@ -113,9 +113,14 @@ class ResidualStack(nn.Module):
         """(B,T,D) -> (B,T,D); `context` goes to every branch as it is."""
         history = embed(embedding, self.streams)
         for block in self:
-            state = block(*history, **context)
-            history = (*history, state) if block.pathway.keeps_history else (state,)
+            history = after(block, history, **context)
         return self.readout(*history)
+
+
+def after(block: ResidualBlock, history: History, **context: Any) -> History:
+    """What the next block sees: H_0 … H_b, or H_b alone where the pathway keeps no history."""
+    state = block(*history, **context)
+    return (*history, state) if block.pathway.keeps_history else (state,)
 
 
 def residual_stack(

@@ -122,9 +122,20 @@ class Decoder(nn.Module):
         embedding (B,T,D), positions (B or 1,T), mask (B or 1,1,T,P) with True where a token may look, or None where it
         is causal and nothing is cached, or one token alone -> (B,T,D)
         """
+        return self.norm(self.stack(embedding, context=self.context(embedding, positions, mask, cache, report)))
+
+    def context(
+        self,
+        embedding: Tensor,
+        positions: Tensor,
+        mask: Tensor | None,
+        cache: Cache | None = None,
+        report: RouterReport | None = None,
+    ) -> Context:
+        """What the branches are given in `states`: for those who run the blocks one by one."""
         precise = torch.promote_types(embedding.dtype, torch.float32)
         cosine, sine = rotary_tables(positions, rotary_frequencies(self.config, precise, embedding.device))
-        return self.norm(self.stack(embedding, context=Context(cosine, sine, mask, cache, report)))
+        return Context(cosine, sine, mask, cache, report)
 
     def reset_parameters(self, seed: int = 42) -> None:
         """Draw all weights anew. The same seed gives the same vocabulary and branches under every residual method."""

@@ -53,6 +53,10 @@ class Dual(Retrieving):
         updates, coefficients = cast(Live, state.live)
         return state._replace(live=Live((*updates, update.to(state.retrieved[0].dtype)), coefficients))
 
+    def write_weights(self, state: State) -> Tensor:
+        """β (2,B,T)"""
+        return cast(Live, state.live).coefficients[-1]
+
 
 class GateSet(nn.Module):
     """The gates of one parameter set; ρ only where a branch of the set finds a live state to transport."""

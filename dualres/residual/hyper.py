@@ -59,6 +59,10 @@ class HyperConnections(Pathway):
         updates, coefficients = state.live
         return State(Live((*updates, update.to(updates[0].dtype)), coefficients))
 
+    def write_weights(self, state: State) -> Tensor:
+        """H_post (N,B,T)"""
+        return state.live.coefficients[-1]
+
     def start_divisor(self, i: int) -> float:
         """N streams, each the standard residual's state, times σ(0) = ½."""
         return 2 / self.count

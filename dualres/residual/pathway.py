@@ -84,6 +84,13 @@ class Pathway(nn.Module):
         """Lens for analysis: the same state, which `open` or `write` returned, with other live streams (J,B,T,D)."""
         return state._replace(live=live)
 
+    def write_weights(self, state: Any) -> Tensor | None:
+        """Lens for analysis: how much of the branch's output goes into each stream (J,B,T); None without write gates.
+
+        For a state that `read` returned.
+        """
+        return None
+
 
 class LastState(nn.Module):
     """The readout of a pathway without history: the streams of H_N, summed."""

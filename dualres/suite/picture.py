@@ -6,13 +6,8 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 
+from dualres.curves import COLOURS, STYLES, smooth
 from dualres.suite.matrix import Result
-
-SMOOTHED = 300  # steps of the moving average, as in the paper; fewer in short runs
-SHARE = 20  # a short run is averaged over this part of its steps
-# Okabe and Ito's colours, which the colour-blind tell apart; beyond eight the line style changes.
-COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442")
-STYLES = ("-", "--", ":")
 
 
 def draw(found: Sequence[Result], path: Path) -> list[Path]:
@@ -56,11 +51,9 @@ def draw(found: Sequence[Result], path: Path) -> list[Path]:
 def smoothed(group: Sequence[Result]) -> tuple[np.ndarray, np.ndarray]:
     """Moving averages of a method's seeds. -> tokens (N,), losses (seeds, N)"""
     steps = min(len(result.curve) for result in group)
-    width = max(1, min(SMOOTHED, steps // SHARE))
-    window = np.ones(width) / width
-    curves = [np.convolve([loss for _, loss in result.curve[:steps]], window, "valid") for result in group]
+    curves = [smooth([loss for _, loss in result.curve[:steps]])[1] for result in group]
     tokens = np.array([count for count, _ in group[0].curve[:steps]])
-    return tokens[width - 1 :], np.stack(curves)
+    return tokens[-len(curves[0]) :], np.stack(curves)
 
 
 def _label(result: Result) -> str:

@@ -1,0 +1,69 @@
+"""Linear CKA between streams and depths: which states represent tokens alike.
+
+CKA(X, Y) = ‖Yᵀ X‖² / (‖Xᵀ X‖ ‖Yᵀ Y‖), Frobenius norms, of states X and Y whose columns were centred (Kornblith et al.).
+"""
+# N tokens  D width  J streams  L layers
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dualres.analyze.tap import Site, Watcher
+from dualres.progress import Show, silent
+from dualres.residual.pathway import Pathway
+
+
+class StreamStates(Watcher):
+    """The live streams after every second branch, the MLP of each layer: the last `last` tokens of each sequence."""
+
+    def __init__(self, last: int):
+        self.last = last
+        self.seen: dict[int, list[Tensor]] = {}  # by layer, of every forward pass (J,B·last,D)
+
+    def written(self, site: Site, pathway: Pathway, state: Any) -> None:
+        """Keep those of an MLP."""
+        if site.ends_layer:
+            streams = pathway.streams(state)
+            assert streams is not None
+            kept = streams.detach()[:, :, -self.last :].flatten(1, 2)
+            self.seen.setdefault(site.layer, []).append(kept.clone())
+
+    def states(self) -> list[Tensor]:
+        """L × (J,N,D), the tokens of all forward passes together."""
+        return [torch.cat(parts, 1) for _, parts in sorted(self.seen.items())]
+
+
+def cross_stream_cka(states: list[Tensor], show: Show = silent) -> Tensor:
+    """Of every two streams at every two depths. L × (J,N,D) -> (J,J,L,L); [i, j, m, n]: stream i of m with j of n
+
+    Not a number where a stream is the same at every token, and so has no shape to compare.
+    """
+    streams, layers = len(states[0]), len(states)
+    kernels = []  # of each stream and layer, in turn
+    for j in range(streams):
+        for layer, state in enumerate(states):
+            show(f"CKA  stream {j}, layer {layer + 1}/{layers}")
+            kernels.append(_Kernel(state[j]))
+    found = torch.empty(len(kernels), len(kernels), dtype=torch.float64)
+    for a, one in enumerate(kernels):
+        show(f"CKA  {a + 1}/{len(kernels)} states compared")
+        for b in range(a, len(kernels)):
+            found[a, b] = found[b, a] = one.similarity(kernels[b]) / (one.norm * kernels[b].norm)
+    return found.view(streams, layers, streams, layers).transpose(1, 2).contiguous()
+
+
+class _Kernel:
+    """Centred states, and their products with themselves where that is the smaller matrix: ‖YᵀX‖² = ⟨XXᵀ, YYᵀ⟩."""
+
+    def __init__(self, x: Tensor):
+        centred = x.double() - x.double().mean(0)  # (N,D)
+        self.by_token = len(x) <= x.shape[1]
+        self.matrix = centred @ centred.T if self.by_token else centred
+        self.norm = self.similarity(self).sqrt()
+
+    def similarity(self, other: "_Kernel") -> Tensor:
+        """‖Yᵀ X‖²"""
+        if self.by_token:
+            return (self.matrix * other.matrix).sum()
+        return (self.matrix.T @ other.matrix).square().sum()

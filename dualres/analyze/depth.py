@@ -1,0 +1,83 @@
+"""Depth retrieval: how much every branch reads of each earlier state, and how far its two streams disagree.
+
+Fused operators never store the weights π, so they are computed anew, by the reference, for the analysed tokens.
+"""
+# B batch  T tokens  R candidates  O output streams  N blocks  L layers
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dualres import ops
+from dualres.analyze.tap import Site, Watcher
+from dualres.residual.pathway import History, Pathway
+from dualres.residual.retrieval import Retrieval, Retrieving
+
+OUTPUT = -1  # the readout's place among the branches
+
+
+class DepthWeights(Watcher):
+    """Means over all tokens of π and of the Jensen–Shannon divergence between two streams' π."""
+
+    def __init__(self) -> None:
+        self.weights: dict[int, Tensor] = {}  # by branch: the sum over tokens (R,O)
+        self.divergence: dict[int, Tensor] = {}  # by branch: the sum over tokens
+        self.tokens: dict[int, int] = {}
+        self.blocks = 0
+
+    def read(self, site: Site, pathway: Pathway, history: History, before: Any, after: Any) -> None:
+        """Candidates are the history and, after the first write of a block, its live streams."""
+        if not isinstance(pathway, Retrieving):
+            return
+        live = pathway.streams(before)
+        query = pathway.query(site.i)
+        candidates = [*history, *([] if live is None else [live])]
+        if query is None:  # H_0 alone, and so no query
+            query = candidates[0].new_zeros(len(pathway.route.key), candidates[0].shape[-1])
+        self._add(site.branch, ops.depth_weights(candidates, query[None], pathway.route, pathway.eps))
+
+    def reads_out(self, readout: nn.Module, history: History) -> None:
+        """The output's candidates are all of H_0 … H_N."""
+        self.blocks = len(history) - 1
+        if isinstance(readout, Retrieval):
+            self._add(OUTPUT, ops.depth_weights(history, readout.queries(), readout.route, readout.eps))
+
+    def _add(self, branch: int, weights: Tensor) -> None:
+        """weights (R,1,O,B,T)"""
+        seen = weights.detach()[:, 0].flatten(2).double()  # (R,O,B·T)
+        self.weights[branch] = self.weights.get(branch, torch.zeros(())) + seen.sum(2)
+        self.tokens[branch] = self.tokens.get(branch, 0) + seen.shape[2]
+        if seen.shape[1] == 2:
+            total = jensen_shannon(seen[:, 0], seen[:, 1]).sum()
+            self.divergence[branch] = self.divergence.get(branch, torch.zeros(())) + total
+
+    def maps(self) -> tuple[Tensor, Tensor] | None:
+        """Of every branch (2L,O,N+1) and of the output (O,N+1): the mean weight of H_0 … H_N, the live streams counting
+        as the state that they will be; not a number where there is nothing to read. None without depth retrieval.
+        """
+        if not self.weights:
+            return None
+        branches = [branch for branch in sorted(self.weights) if branch != OUTPUT]
+        rows = {branch: self.weights[branch].T / self.tokens[branch] for branch in self.weights}
+        found = torch.full((len(branches), len(rows[OUTPUT]), self.blocks + 1), math.nan, dtype=torch.float64)
+        for branch in branches:
+            found[branch, :, : rows[branch].shape[1]] = rows[branch]
+        return found, rows[OUTPUT]
+
+    def divergences(self) -> tuple[Tensor, Tensor] | None:
+        """Of every branch (2L,) and of the output (), in nats; None where there are not two streams that retrieve."""
+        if not self.divergence:
+            return None
+        means = {branch: self.divergence[branch] / self.tokens[branch] for branch in self.divergence}
+        return torch.stack([means[branch] for branch in sorted(means) if branch != OUTPUT]), means[OUTPUT]
+
+
+def jensen_shannon(p: Tensor, q: Tensor) -> Tensor:
+    """½ KL(p ‖ m) + ½ KL(q ‖ m) with m = (p + q) / 2, in nats: 0 where they agree, ln 2 where they share nothing.
+
+    (R,…), (R,…), both summing to one over R -> (…)
+    """
+    middle = (p + q) / 2
+    return ((torch.xlogy(p, p / middle) + torch.xlogy(q, q / middle)) / 2).nansum(0)

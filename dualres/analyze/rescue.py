@@ -1,0 +1,94 @@
+"""KL rescue: what each stream is worth to the prediction, by removing the others right after every layer's MLP.
+
+R_{n,j} = 1 − KL(p_clean ‖ p_keep-j) / max(KL(p_clean ‖ p_zero-all), 1e-12), each KL the mean over the analysed tokens.
+"""
+# B batch  T tokens  D width  J streams  L layers  V vocabulary  N analysed tokens
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dualres.analyze.tap import Change, replacing
+from dualres.model.block import ResidualBlock, after
+from dualres.model.context import Context
+from dualres.model.decoder import Decoder
+from dualres.progress import Show, silent
+from dualres.residual.pathway import History, embed
+
+FLOOR = 1e-12
+ROWS = 32  # tokens whose distributions are in memory together
+
+
+class Rescue(NamedTuple):
+    """Of every layer."""
+
+    keep: Tensor  # (L,J): KL(p_clean ‖ p_keep-j) in nats
+    none: Tensor  # (L,): KL(p_clean ‖ p_zero-all)
+
+    def gain(self) -> Tensor:
+        """R (L,J)"""
+        return 1 - self.keep / self.none.clamp(min=FLOOR).unsqueeze(1)
+
+
+@torch.no_grad()
+def kl_rescue(decoder: Decoder, sequences: Tensor, last: int, show: Show = silent) -> Rescue:
+    """Over the last `last` tokens of every sequence (B,T); one sequence in memory at a time.
+
+    An intervention starts from the clean history before its block, so each costs the rest of the network alone.
+    """
+    layers, streams = decoder.config.layers, decoder.stack.streams
+    total = torch.zeros(layers, streams + 1, dtype=torch.float64)
+    for number, row in enumerate(sequences):
+        embedding = decoder.vocabulary.embed(row[None])
+        context = decoder.context(embedding, torch.arange(len(row), device=row.device)[None], mask=None)
+        history, blocks = embed(embedding, streams), list(decoder.stack)
+        clean = _logits(decoder, blocks, history, context, last)
+        layer = 0
+        for b, block in enumerate(blocks):
+            for i in _layer_ends(blocks, b):
+                show(f"KL rescue  sequence {number + 1}/{len(sequences)}  layer {layer + 1}/{layers}")
+                for case in range(streams + 1):
+                    with replacing(block, i, keep_only(case)):
+                        changed = after(block, history, context=context)
+                    total[layer, case] += _kl_sum(clean, _logits(decoder, blocks[b + 1 :], changed, context, last))
+                layer += 1
+            history = after(block, history, context=context)
+    mean = total / (len(sequences) * min(last, sequences.shape[1]))
+    return Rescue(mean[:, :streams], mean[:, streams])
+
+
+def keep_only(stream: int) -> Change:
+    """All streams but one become zero; all of them, where there is no stream of that number."""
+
+    def change(streams: Tensor) -> Tensor:
+        kept = torch.zeros_like(streams)
+        if stream < len(streams):
+            kept[stream] = streams[stream]
+        return kept
+
+    return change
+
+
+def _layer_ends(blocks: Sequence[ResidualBlock], b: int) -> list[int]:
+    """Which branches of block b are the second of their layer; a block may begin in the middle of one."""
+    first = sum(len(block.branches) for block in blocks[:b])
+    return [i for i in range(len(blocks[b].branches)) if (first + i) % 2 == 1]
+
+
+def _logits(decoder: Decoder, blocks: Sequence[ResidualBlock], history: History, context: Context, last: int) -> Tensor:
+    """Of the last tokens, after the rest of the network. (N,V)"""
+    for block in blocks:
+        history = after(block, history, context=context)
+    hidden = decoder.norm(decoder.stack.readout(*history))
+    return decoder.vocabulary.logits(hidden[:, -last:]).flatten(0, 1)
+
+
+def _kl_sum(clean: Tensor, changed: Tensor) -> float:
+    """Σ_n KL(p_n ‖ q_n) of two rows of logits (N,V), in float64."""
+    total = 0.0
+    for p, q in zip(clean.split(ROWS), changed.split(ROWS), strict=True):
+        log_p, log_q = p.double().log_softmax(-1), q.double().log_softmax(-1)
+        total += float((log_p.exp() * (log_p - log_q)).sum())
+    return total

@@ -1,0 +1,222 @@
+"""`dualres analyze`: look inside trained models."""
+
+import argparse
+import dataclasses
+import gc
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import tokenizers
+import torch
+
+from dualres.analyze import figures
+from dualres.analyze.measure import Protocol, analyse
+from dualres.analyze.results import FOLDER, Analysis, read_analysis, write_analysis
+from dualres.commands import arguments
+from dualres.commands.evaluate import Named, models_of
+from dualres.config import ConfigError
+from dualres.data import shards
+from dualres.data.errors import DataError
+from dualres.data.loader import Loader
+from dualres.data.tokenizer import same_tokens
+from dualres.evaluate.subject import identity
+from dualres.hub.errors import ModelError
+from dualres.hub.export import is_run
+from dualres.hub.saved import load_model
+from dualres.hub.tokenizer import load_tokenizer
+from dualres.model.decoder import Decoder
+from dualres.progress import Progress
+from dualres.table import table
+from dualres.train.load import CHOICES, load_run
+from dualres.train.log import METRICS, read_rows
+from dualres.train.run import read_description
+from dualres.version import VERSION
+
+DEFAULT_OUT = Path("analyses")
+LONGEST = 4096  # the paper's sequences
+
+
+class Looked(NamedTuple):
+    """A model that is looked at."""
+
+    decoder: Decoder
+    tokenizer: tokenizers.Tokenizer | None
+
+
+def add(commands: Any) -> None:
+    """Declare it."""
+    defaults = Protocol()
+    sub = arguments.command(
+        commands,
+        "analyze",
+        "look inside models: CKA, rescue, gates, retrieval, norms, experts",
+        "Look at the streams of each MODEL, a run's folder or an exported one, on held-out tokens: cross-stream CKA,\n"
+        "KL rescue, write gates against rescue, depth retrieval, sizes of streams and states, expert load. Writes data\n"
+        "(analysis.json, analysis.npz) and figures (SVG, PNG) to MODEL/analysis, and figures of several models side\n"
+        "by side to --out. A model that was looked at in the same way before is not looked at again.",
+        "The paper's protocol is the default: 4 sequences of 4096 tokens (or the model's context), of which the last\n"
+        "128 count, and 8 sequences in whole for retrieval. docs/analysis.md explains every figure.\n\n"
+        "examples:\n"
+        "  dualres analyze runs/nano-dar-block\n"
+        "  dualres analyze dar=runs/nano-dar-full self=runs/nano-dar-selfkv --data data/python --out figures\n"
+        "  dualres analyze models/converted --data data/fineweb --sequences 2 --length 512",
+    )
+    sub.add_argument("models", metavar="MODEL", nargs="+", help="PATH or NAME=PATH, which is how figures call it")
+    sub.add_argument("--data", metavar="D", type=Path, help="prepared data (default: what the run was trained on)")
+    sub.add_argument("--out", metavar="DIR", type=Path, default=DEFAULT_OUT, help=f"folder (default {DEFAULT_OUT})")
+    sub.add_argument(
+        "--sequences", metavar="N", type=int, default=defaults.sequences, help="for CKA, rescue, gates (default 4)"
+    )
+    sub.add_argument("--length", metavar="N", type=int, help=f"tokens of each (default: the context, up to {LONGEST})")
+    sub.add_argument("--last", metavar="N", type=int, default=defaults.last, help="of them that count (default 128)")
+    sub.add_argument(
+        "--retrieval-sequences",
+        metavar="N",
+        type=int,
+        default=defaults.retrieval_sequences,
+        help="for retrieval, sizes and experts, all tokens (default 8)",
+    )
+    sub.add_argument("--checkpoint", choices=CHOICES, default="last", help="which of a run's (default last)")
+    sub.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU if there is one")
+    sub.set_defaults(command=_analyze)
+
+
+def _analyze(given: argparse.Namespace) -> int:
+    models = models_of(given.models)
+    for option in ("sequences", "length", "last", "retrieval_sequences"):
+        value = getattr(given, option)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{option.replace('_', '-')} {value} is not positive: use 1 or more")
+    for model in models:
+        _data_of(model, given.data)  # a missing one is said before the first model takes its time
+    progress = Progress()
+    analyses = {}
+    for model in models:
+        analyses[model.name] = _one(model, given, progress)
+        gc.collect()  # before the next model takes its memory
+    print(summary(analyses))
+    written = [Path(model.path) / FOLDER for model in models]
+    if len(models) > 1:
+        progress.show("drawing all models together")
+        figures.draw_together(analyses, given.out)
+        written.append(given.out)
+    progress.say(f"written: {', '.join(str(path) for path in written)}")
+    return 0
+
+
+def summary(analyses: Mapping[str, Analysis]) -> str:
+    """The single numbers, a line per model."""
+    header = ["model", "streams", "CKA, same layer", "CKA, all", "rescue by stream", "|write gap|", "r", "divergence"]
+    lines = []
+    for name, analysis in analyses.items():
+        found = analysis.summary
+        rescue = analysis.arrays.get("rescue")
+        means = "" if rescue is None else " / ".join(f"{value:.2f}" for value in np.nanmean(rescue, 0))
+        keys = ("mean_cka_same_layer", "mean_cka", "mean_absolute_write_gap", "gap_correlation", "mean_divergence")
+        same, every, gap, r, divergence = (f"{found[key]:.3f}" if key in found else "" for key in keys)
+        lines.append([name, analysis.about["streams"], same, every, means, gap, r, divergence])
+    return table(header, lines)
+
+
+def _one(model: Named, given: argparse.Namespace, progress: Progress) -> Analysis:
+    """Look at one model, unless that was done before."""
+    folder, data = Path(model.path), _data_of(model, given.data)
+    index = shards.read_index(data)
+    progress.show(f"{model.name}  loading")
+    looked = _open(folder, given.checkpoint)
+    _check_tokenizer(looked, model, data, index)
+    decoder = looked.decoder.to(_device(given.device))
+    shards.verify(data, dataclasses.replace(index, train=()), decoder.config.vocab_size)
+    length = given.length or min(decoder.config.context, LONGEST)
+    if length > decoder.config.context:
+        raise ConfigError(f"--length {length} is more than {model.name} can read: use at most {decoder.config.context}")
+    loader = Loader(data, index, "validation", length, None)
+    wanted = max(given.sequences, given.retrieval_sequences)
+    if loader.windows < wanted:
+        raise DataError(
+            f"the held-out part of {data} has {loader.windows} sequences of {length} tokens and {wanted} are asked "
+            f"for: lower --sequences and --retrieval-sequences to {loader.windows}, or --length"
+        )
+    protocol = Protocol(given.sequences, given.last, given.retrieval_sequences)
+    dtype = next(decoder.parameters()).dtype
+    key = {
+        "identity": identity(folder, given.checkpoint, str(dtype)),
+        "content": index.content,
+        "length": length,
+        **protocol._asdict(),
+        "dualres": VERSION,
+    }
+    before = read_analysis(folder / FOLDER)
+    if before is not None and before.about.get("key") == key:
+        progress.say(f"{model.name}: was looked at before, {folder / FOLDER}")
+        return before
+    about = {
+        "model": model.name,
+        "residual": dataclasses.asdict(decoder.residual_config),
+        "data": data.resolve().name,
+        "dtype": str(dtype).removeprefix("torch."),
+        "device": next(decoder.parameters()).device.type,
+        "key": key,
+    }
+    try:
+        rows = loader.batch(0, wanted)[:, :-1]
+        analysis = analyse(decoder, rows, protocol, about, lambda text: progress.show(f"{model.name}  {text}"))
+    except FloatingPointError as error:
+        raise ModelError(f"{folder}: {error}: look at its weights") from None
+    curve = _router_curve(folder)
+    if curve is not None:
+        analysis.arrays["router_curve"] = curve
+    write_analysis(folder / FOLDER, analysis)
+    progress.show(f"{model.name}  drawing")
+    figures.draw_one(analysis, folder / FOLDER)
+    return analysis
+
+
+def _open(folder: Path, which: str) -> Looked:
+    if is_run(folder):
+        loaded = load_run(folder, which)
+        return Looked(loaded.decoder.eval(), loaded.tokenizer.backend)
+    if which != "last":
+        raise ModelError(f"{folder} is no run and has one set of weights: leave --checkpoint {which} out")
+    arguments.hush()
+    model = load_model(folder)
+    return Looked(model.decoder.eval(), getattr(load_tokenizer(folder), "backend_tokenizer", None))
+
+
+def _data_of(model: Named, data: Path | None) -> Path:
+    """What was given, or what the run was trained on."""
+    if data is not None:
+        return data
+    folder = Path(model.path)
+    if not is_run(folder):
+        raise ConfigError(f"{model.path} is no run that names its data: give --data D, prepared with its tokenizer")
+    found = Path(read_description(folder)["data"]["folder"])
+    if not found.is_dir():
+        raise ConfigError(f"the data of {model.path} were in {found}, which is not there: give --data D")
+    return found
+
+
+def _check_tokenizer(looked: Looked, model: Named, data: Path, index: shards.Index) -> None:
+    theirs = shards.read_tokenizer(data, index)
+    if looked.tokenizer is None or not same_tokens(looked.tokenizer, theirs.backend, index.end_of_text):
+        raise DataError(
+            f"{data} was prepared with another tokenizer than that of {model.path}, for which its tokens mean nothing: "
+            "prepare the text with the model's own tokenizer.json (`dualres prepare --tokenizer PATH`)"
+        )
+
+
+def _device(asked: str) -> torch.device:
+    if asked == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: there is no GPU here; use cpu")
+    return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if asked == "auto" else asked)
+
+
+def _router_curve(folder: Path) -> np.ndarray | None:
+    """The auxiliary loss over a run's training, mean over layers. -> (steps,2): step, loss"""
+    if not (folder / METRICS).is_file():
+        return None
+    rows: Sequence[Mapping[str, Any]] = read_rows(folder / METRICS)
+    found = [(row["step"], row["router_loss"]) for row in rows if "router_loss" in row]
+    return np.array(found, np.float64) if found else None
