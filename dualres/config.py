@@ -275,12 +275,25 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
+class AnalyzeConfig:
+    """A look inside the model while it trains."""
+
+    every: int | None = None  # steps
+
+    def __post_init__(self) -> None:
+        settle(self, "analyze.")
+        if self.every is not None:
+            positive(self, "analyze.", "every")
+
+
+@dataclass(frozen=True)
 class Config:
     """One experiment."""
 
     model: ModelConfig
     residual: ResidualConfig
     train: TrainConfig
+    analyze: AnalyzeConfig = field(default_factory=AnalyzeConfig)
 
     def __post_init__(self) -> None:
         settle(self, "")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dualres.config import ModelConfig, MoEConfig, ParallelConfig, ResidualConfig, RopeScaling, TrainConfig
+from dualres.config import AnalyzeConfig, ModelConfig, MoEConfig, ParallelConfig, ResidualConfig, RopeScaling, TrainConfig
 from dualres.residual.registry import METHODS
 
 ROOT = Path(__file__).parent.parent
@@ -57,6 +57,7 @@ def test_files_named_in_the_docs_exist(page: Path):
         (ResidualConfig, ""),
         (TrainConfig, ""),
         (ParallelConfig, "parallel."),
+        (AnalyzeConfig, ""),
     ],
 )
 def test_every_key_is_described(section: type, prefix: str):
@@ -131,6 +132,7 @@ assert (decoder(tokens).float() - wanted).norm() < 0.05 * wanted.norm()
 """
 
 
-def test_readme_snippet_runs():
-    snippet = code_blocks(ROOT / "README.md")[-1]
+@pytest.mark.parametrize("page", ["README.md", "docs/analysis.md"])
+def test_snippet_runs(page: str):
+    snippet = code_blocks(ROOT / page)[-1]
     exec(snippet, {})

@@ -53,6 +53,12 @@ def cross_stream_cka(states: list[Tensor], show: Show = silent) -> Tensor:
     return found.view(streams, layers, streams, layers).transpose(1, 2).contiguous()
 
 
+def same_layer_cka(states: list[Tensor]) -> Tensor:
+    """Of streams 0 and 1 after each layer. L × (J,N,D) -> (L,)"""
+    pairs = [(_Kernel(state[0]), _Kernel(state[1])) for state in states]
+    return torch.stack([one.similarity(other) / (one.norm * other.norm) for one, other in pairs])
+
+
 class _Kernel:
     """Centred states, and their products with themselves where that is the smaller matrix: ‖YᵀX‖² = ⟨XXᵀ, YYᵀ⟩."""
 

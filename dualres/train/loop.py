@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from dualres.analyze.health import health
 from dualres.config import Config
 from dualres.data import shards
 from dualres.data.loader import Loader
@@ -131,6 +132,8 @@ class Training:
         self.speed.stop()
         self.step = step
         self._record(totals, norm, rate)
+        if self.config.analyze.every is not None and step % self.config.analyze.every == 0:
+            self._look_inside()
         improved = False
         if step % train.validate_every == 0 or step == self.steps:
             improved = self._validate()
@@ -169,6 +172,13 @@ class Training:
             f"step {step}/{self.steps}  loss {totals.loss:.4f}{router}  {short(rate_now)} tokens/s  "
             f"MFU {mfu:.1%}  left {left}"
         )
+
+    def _look_inside(self) -> None:
+        """Signs of health on the first held-out sequences. All ranks run it on the same: a sharded model needs them."""
+        sequences = self.held_out.batch(0, self.config.train.micro_batch)
+        found = health(self.engine.decoder.stack, lambda: self.engine.evaluate(sequences))
+        if self.log is not None:
+            self.log.metric(self.step, **found)
 
     def _validate(self) -> bool:
         """The loss on the held-out tokens. -> whether it is the best so far"""

@@ -39,6 +39,7 @@ MAY_CHANGE: Set[str] = {
     "train.keep_checkpoints",
     "train.untimed_steps",
     "train.peak_flops",
+    "analyze.every",
 }
 
 

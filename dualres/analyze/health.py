@@ -1,0 +1,42 @@
+"""The cheap signs of a run's health, from one forward pass: for the metrics of a run in training."""
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from dualres.analyze.cka import StreamStates, same_layer_cka
+from dualres.analyze.depth import DepthWeights
+from dualres.analyze.gates import WriteGates, write_gaps
+from dualres.analyze.norms import Norms
+from dualres.analyze.tap import eager, watching
+from dualres.model.block import ResidualStack
+
+LAST = 32  # tokens of each sequence that CKA compares
+
+
+@torch.no_grad()
+def health(stack: ResidualStack, forward: Callable[[], object]) -> dict[str, float]:
+    """What `forward`, a pass through the stack, shows, by the names of the metrics. Compiled blocks run uncompiled.
+
+    analysis/rms_stream_j      root mean square of stream j after the last layer
+    analysis/rms_history_most  of the largest of H_0 … H_N
+    analysis/cka               of streams 0 and 1 after the same layer, mean over layers: 1, they are copies
+    analysis/write_gap         |E[β¹ − β⁰]| of the MLPs, mean over layers
+    analysis/divergence        Jensen–Shannon, between the two streams' depth weights, mean over branches
+    """
+    states, gates, depth, norms = StreamStates(LAST), WriteGates(), DepthWeights(), Norms()
+    with eager(stack), watching(stack, states, gates, depth, norms):
+        forward()
+    streams, history = norms.means()
+    found = {f"rms_stream_{j}": value for j, value in enumerate(streams[-1])}
+    found["rms_history_most"] = history.max()
+    if stack.streams > 1:
+        found["cka"] = same_layer_cka(states.states()).mean()
+    means, divergences = gates.means(), depth.divergences()
+    if means is not None and means.shape[1] == 2:
+        found["write_gap"] = write_gaps(means).abs().mean()
+    if divergences is not None:
+        found["divergence"] = divergences[0].mean()
+    values = {f"analysis/{name}": float(value) for name, value in found.items()}
+    return {name: value for name, value in values.items() if math.isfinite(value)}
