@@ -10,7 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from dualres.config import AnalyzeConfig, ModelConfig, MoEConfig, ParallelConfig, ResidualConfig, RopeScaling, TrainConfig
+from dualres.config import (
+    AnalyzeConfig,
+    ModelConfig,
+    MoEConfig,
+    ParallelConfig,
+    ResidualConfig,
+    RopeScaling,
+    TrainConfig,
+)
 from dualres.residual.registry import METHODS
 
 ROOT = Path(__file__).parent.parent

@@ -21,6 +21,7 @@ LAYERS = [
     ["params", "describe", "train"],
     ["hub"],
     ["suite", "evaluate"],
+    ["report"],
     ["commands"],
     ["cli"],
     ["__init__", "__main__"],

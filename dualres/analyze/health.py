@@ -9,7 +9,7 @@ from dualres.analyze.cka import StreamStates, same_layer_cka
 from dualres.analyze.depth import DepthWeights
 from dualres.analyze.gates import WriteGates, write_gaps
 from dualres.analyze.norms import Norms
-from dualres.analyze.tap import eager, watching
+from dualres.analyze.tap import eager, stream_count, watching
 from dualres.model.block import ResidualStack
 
 LAST = 32  # tokens of each sequence that CKA compares
@@ -31,7 +31,7 @@ def health(stack: ResidualStack, forward: Callable[[], object]) -> dict[str, flo
     streams, history = norms.means()
     found = {f"rms_stream_{j}": value for j, value in enumerate(streams[-1])}
     found["rms_history_most"] = history.max()
-    if stack.streams > 1:
+    if stream_count(stack) > 1:
         found["cka"] = same_layer_cka(states.states()).mean()
     means, divergences = gates.means(), depth.divergences()
     if means is not None and means.shape[1] == 2:

@@ -14,7 +14,7 @@ from dualres.analyze.norms import Norms
 from dualres.analyze.rescue import kl_rescue
 from dualres.analyze.results import Analysis
 from dualres.analyze.router import RouterWatcher, watching_routers
-from dualres.analyze.tap import watching
+from dualres.analyze.tap import stream_count, watching
 from dualres.model.decoder import Decoder
 from dualres.progress import Show, silent
 
@@ -33,7 +33,7 @@ def analyse(
 ) -> Analysis:
     """What `sequences` (B,T) show, the first ones for each part. The decoder is as before when it returns."""
     device = next(decoder.parameters()).device
-    last, streams = min(protocol.last, sequences.shape[1]), decoder.stack.streams
+    last, streams = min(protocol.last, sequences.shape[1]), stream_count(decoder.stack)
     states, gates, depth, norms, router = StreamStates(last), WriteGates(last), DepthWeights(), Norms(), RouterWatcher()
     few, many = sequences[: protocol.sequences].to(device), sequences[: protocol.retrieval_sequences].to(device)
     for number, row in enumerate(many):

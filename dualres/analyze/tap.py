@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from dualres.model.block import ResidualBlock, ResidualStack
 from dualres.ops import Norm
 from dualres.residual.pathway import History, Pathway
+from dualres.residual.retrieval import Retrieval
 
 Change = Callable[[Tensor], Tensor]  # live streams (J,B,T,D) -> others
 
@@ -195,6 +196,12 @@ def eager(stack: ResidualStack) -> Iterator[None]:
     finally:
         for block, run in compiled.items():
             block.run = run  # type: ignore[method-assign]
+
+
+def stream_count(stack: ResidualStack) -> int:
+    """How many streams the method has. AttnRes + VProj has one, which it stores twice, as key and as value."""
+    readout = stack.readout
+    return len(readout.route.value) if isinstance(readout, Retrieval) else stack.streams
 
 
 COMPILED = (

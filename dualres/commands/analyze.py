@@ -53,9 +53,9 @@ def add(commands: Any) -> None:
         "analyze",
         "look inside models: CKA, rescue, gates, retrieval, norms, experts",
         "Look at the streams of each MODEL, a run's folder or an exported one, on held-out tokens: cross-stream CKA,\n"
-        "KL rescue, write gates against rescue, depth retrieval, sizes of streams and states, expert load. Writes data\n"
-        "(analysis.json, analysis.npz) and figures (SVG, PNG) to MODEL/analysis, and figures of several models side\n"
-        "by side to --out. A model that was looked at in the same way before is not looked at again.",
+        "KL rescue, write gates against rescue, depth retrieval, sizes of streams and states, expert load. Writes\n"
+        "data (analysis.json, analysis.npz) and figures (SVG, PNG) to MODEL/analysis, and figures of several models\n"
+        "side by side to --out. A model that was looked at in the same way before is not looked at again.",
         "The paper's protocol is the default: 4 sequences of 4096 tokens (or the model's context), of which the last\n"
         "128 count, and 8 sequences in whole for retrieval. docs/analysis.md explains every figure.\n\n"
         "examples:\n"

@@ -9,7 +9,7 @@ from dualres import paper
 from dualres.evaluate import perplexity, statements, zero_shot
 from dualres.evaluate.documents import group_name
 from dualres.evaluate.measure import Asked, ModelResult
-from dualres.evaluate.tables import REFERENCE, Cell, Table
+from dualres.evaluate.tables import REFERENCE, Cell, Table, tables
 
 _LATEX = {
     **{letter: f"\\{letter}" for letter in "&%$#_{}"},
@@ -69,7 +69,7 @@ def latex(table: Table) -> str:
 
 
 def as_data(models: Sequence[ModelResult], asked: Asked) -> dict[str, Any]:
-    """Every number with what it was measured by, and the paper's rows; null where a number is beyond all bounds."""
+    """Every number with what it was measured by, the tables, the paper's rows; null where one is beyond all bounds."""
     data = {
         "asked": {
             "validation": None if asked.validation is None else str(asked.validation),
@@ -82,6 +82,7 @@ def as_data(models: Sequence[ModelResult], asked: Asked) -> dict[str, Any]:
         },
         "same_tokenizer": statements.one_tokenizer(models),
         "models": [_model(model, asked) for model in models],
+        "tables": [_table(table) for table in tables(models, asked)],
         "paper": {
             "about": REFERENCE,
             "fit": [{"name": row.name, **_numbers(paper.FIT_COLUMNS, row.scores)} for row in paper.FIT],
@@ -112,6 +113,12 @@ def _model(model: ModelResult, asked: Asked) -> dict[str, Any]:
         "tasks": [zero_shot.as_data(score) for score in model.tasks],
         "average": zero_shot.average(model.tasks) if all_tasks else None,
     }
+
+
+def _table(table: Table) -> dict[str, Any]:
+    """As `dualres report` shows it."""
+    rows, reference = ([[cell._asdict() for cell in row] for row in rows] for rows in (table.rows, table.reference))
+    return {**table._asdict(), "rows": rows, "reference": reference}
 
 
 def _numbers(names: Sequence[str], texts: Sequence[str]) -> dict[str, float]:

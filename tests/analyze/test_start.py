@@ -40,3 +40,13 @@ def test_fixed_roles_in_full_form():
     assert (found.arrays["rescue"][:, 0] == 0).all()
     assert (found.arrays["rescue"][:, 1] == 1).all()
     assert (found.arrays["kl_none"] > 1e-3).all()
+
+
+@pytest.mark.parametrize("name", ["standard", "attnres-block", "attnres-vproj"])
+def test_a_single_stream_has_nothing_to_compare(name: str):
+    """VProj's stored pair, key and value, are not two streams."""
+    decoder = build_decoder(model_config(init_std=0.2), RESIDUALS[name], seed=1)
+    found = analyse(decoder, random_tokens(2, 19), PROTOCOL, {})
+    assert not {"cka", "rescue", "write_gates", "divergence"} & found.arrays.keys()
+    assert found.about["streams"] == 1
+    assert len(found.arrays["stream_rms"]) == 5

@@ -334,6 +334,16 @@ def test_json_has_every_number():
     assert "not reproduced" in data["paper"]["about"]
 
 
+def test_json_has_the_tables_as_they_are_printed():
+    models, given = everything()
+    data = json.loads(json.dumps(render.as_data(models, given), allow_nan=False))
+    for written, table in zip(data["tables"], tables(models, given), strict=True):
+        assert {name: written[name] for name in ("name", "title")} == {"name": table.name, "title": table.title}
+        assert (tuple(written["header"]), tuple(written["notes"])) == (table.header, table.notes)
+        for rows, kept in ((written["rows"], table.rows), (written["reference"], table.reference)):
+            assert tuple(tuple(Cell(**cell) for cell in row) for row in rows) == kept
+
+
 def test_a_perplexity_beyond_all_bounds():
     endless = SourceScore("x", 1, 10, 40, 1e5, "scored", 64)
     models = [model("a")._replace(sources=(endless,)), model("b", ppl={"x": 20.0})]

@@ -1,0 +1,36 @@
+"""The pictures of `dualres analyze`, method beside method."""
+
+from collections.abc import Sequence
+
+from dualres.analyze.figures import Section, sections
+from dualres.analyze.results import FOLDER, Analysis, read_analysis
+from dualres.report.groups import Group
+from dualres.report.html import Markup, join, svg_image, tag
+
+
+def analyses(groups: Sequence[Group]) -> tuple[list[Section], list[str]]:
+    """The sections of all methods that have an analysis, and which run each is of."""
+    several = len({group.scale for group in groups}) > 1
+    found: dict[str, Analysis] = {}
+    used = []
+    for group in groups:
+        there = ((run, read_analysis(run.folder / FOLDER)) for run in group.runs)
+        first = next(((run, analysis) for run, analysis in there if analysis is not None), None)
+        if first is not None:
+            name = f"{group.scale} {group.method}" if several else group.method
+            found[name] = first[1]
+            used.append(f"{name} (seed {first[0].seed}, {first[0].folder.name})")
+    return sections(found) if found else [], used
+
+
+def as_html(section: Section) -> Markup:
+    """Pictures side by side, each called by its method."""
+    panels = [
+        tag("figure", svg_image(panel.svg, f"{section.title}, {panel.method}"), tag("figcaption", panel.method))
+        for panel in section.panels
+    ]
+    return join(
+        tag("h3", section.title, id=f"analysis-{section.name}"),
+        tag("p", section.text),
+        tag("div", *panels, class_="panels"),
+    )
