@@ -1,11 +1,14 @@
 """The pictures of `dualres analyze`, method beside method."""
 
+import re
 from collections.abc import Sequence
 
-from dualres.analyze.figures import Section, sections
+from dualres.analyze.figures import Panel, Section, sections
 from dualres.analyze.results import FOLDER, Analysis, read_analysis
 from dualres.report.groups import Group
 from dualres.report.html import Markup, join, svg_image, tag
+
+HALF_A_PAGE = 576.0  # points: a wider picture would not be readable in half a page's width
 
 
 def analyses(groups: Sequence[Group]) -> tuple[list[Section], list[str]]:
@@ -25,12 +28,15 @@ def analyses(groups: Sequence[Group]) -> tuple[list[Section], list[str]]:
 
 def as_html(section: Section) -> Markup:
     """Pictures side by side, each called by its method."""
-    panels = [
-        tag("figure", svg_image(panel.svg, f"{section.title}, {panel.method}"), tag("figcaption", panel.method))
-        for panel in section.panels
-    ]
+    panels = [_figure(section.title, panel) for panel in section.panels]
     return join(
         tag("h3", section.title, id=f"analysis-{section.name}"),
         tag("p", section.text),
         tag("div", *panels, class_="panels"),
     )
+
+
+def _figure(title: str, panel: Panel) -> Markup:
+    size = re.search(r'<svg[^>]* width="([\d.]+)pt"', panel.svg)
+    wide = {"class_": "wide"} if size is not None and float(size[1]) > HALF_A_PAGE else {}
+    return tag("figure", svg_image(panel.svg, f"{title}, {panel.method}"), tag("figcaption", panel.method), **wide)

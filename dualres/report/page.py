@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dualres.config import ConfigError
+from dualres.curves import SMOOTHED
 from dualres.report import analyses, charts, configs, evaluations, words
 from dualres.report.charts import Chart
 from dualres.report.comparison import Compared, compare_groups
@@ -45,7 +46,7 @@ def make_page(given: Sequence[Path], evaluated: Sequence[Path], command: str) ->
     losses, routers = charts.loss_charts(groups), charts.router_charts(groups)
     parts = [
         Part("comparison", "Comparison", _comparison(compared)),
-        Part("curves", "Loss curves", _charts(losses, words.CURVES)),
+        Part("curves", "Loss curves", _charts(losses, words.CURVES, words.HOW)),
         *([Part("routers", "Router balance", _charts(routers, words.ROUTERS))] if routers else []),
         *_evaluations(find_evaluations(evaluated, given)),
         Part("paper", "Beside the paper", _paper(compared)),
@@ -95,7 +96,7 @@ def _comparison(compared: Sequence[Compared]) -> Markup:
     return join(comparison(compared), notes(words.INTERVALS))
 
 
-def _charts(drawn: Sequence[Chart], what: str) -> Markup:
+def _charts(drawn: Sequence[Chart], what: str, how: str = "") -> Markup:
     windows = words.listed(dict.fromkeys(f"{chart.window} at {chart.title}" for chart in drawn))
     figures = [
         tag(
@@ -108,7 +109,8 @@ def _charts(drawn: Sequence[Chart], what: str) -> Markup:
         )
         for chart in drawn
     ]
-    return join(tag("p", f"{what}: {windows} (the paper's is of 300)."), tag("p", words.HOW, class_="script"), *figures)
+    hint = tag("p", how, class_="script") if how else ""
+    return join(tag("p", f"{what}: {windows} (the paper's is of {SMOOTHED})."), hint, *figures)
 
 
 def _evaluations(found: Sequence[Evaluation]) -> list[Part]:

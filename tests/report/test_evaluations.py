@@ -14,8 +14,9 @@ from dualres.analyze.results import Analysis, write_analysis
 from dualres.cli import main
 from dualres.evaluate import render
 from dualres.evaluate.tables import REFERENCE, tables
+from dualres.report.analyses import as_html
 from tests.evaluate.test_tables import everything
-from tests.report.reading import Element, make, section
+from tests.report.reading import Element, make, parsed, section
 
 
 def evaluation(folder: Path, **changes: Any) -> Path:
@@ -129,6 +130,12 @@ def test_methods_of_several_scales_are_told_apart(
     monkeypatch.setattr("dualres.report.analyses.sections", lambda analyses: [Section(n, n, "", ()) for n in analyses])
     part = section(make(tmp_path / "page.html", *runs), "analyses")
     assert [title.text for title in part.all("h3")] == ["2×32 dar-block", "2×32, 4 experts dar-block"]
+
+
+def test_a_wide_picture_has_a_line_of_its_own():
+    pictures = [Panel(name, f'<svg width="{width}pt" height="90pt"/>') for name, width in (("a", 300), ("b", 900.5))]
+    figures = parsed(as_html(Section("cka", "Alike", "", tuple(pictures)))).all("figure")
+    assert [figure.attributes.get("class") for figure in figures] == [None, "wide"]
 
 
 def test_a_damaged_analysis_is_named(suite: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

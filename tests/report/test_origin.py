@@ -58,6 +58,15 @@ def test_a_model_between_the_scales_is_told_from_the_nearest():
     assert moe.scale == "nano-moe"
 
 
+def test_the_model_decides_and_not_the_recipe():
+    recipe = load_config("nano", "standard", ["train.warmup_steps=10"]).train
+    config = dataclasses.replace(load_config("1b", "standard"), train=recipe)
+    found = origin(config)
+    assert found is not None
+    assert found.scale == "1b"
+    assert len(found.overrides) > 8  # nano with another model would take fewer
+
+
 def test_where_none_leads_to_it():
     """A block form without a block size is what no override can say of a scale that has one."""
     config = load_config("nano", "dar-block")
