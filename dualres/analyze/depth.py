@@ -80,4 +80,4 @@ def jensen_shannon(p: Tensor, q: Tensor) -> Tensor:
     (R,…), (R,…), both summing to one over R -> (…)
     """
     middle = (p + q) / 2
-    return ((torch.xlogy(p, p / middle) + torch.xlogy(q, q / middle)) / 2).nansum(0)
+    return (torch.xlogy(p, p) + torch.xlogy(q, q)).sum(0) / 2 - torch.xlogy(middle, middle).sum(0)

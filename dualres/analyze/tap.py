@@ -88,6 +88,18 @@ class Tap(Pathway):
         """As the pathway does."""
         return self.pathway.close(state)
 
+    def streams(self, state: Any) -> Tensor | None:
+        """The pathway's lens."""
+        return self.pathway.streams(state)
+
+    def with_streams(self, state: Any, live: Tensor) -> Any:
+        """The pathway's lens."""
+        return self.pathway.with_streams(state, live)
+
+    def within(self, state: Any) -> tuple[Pathway, Any]:
+        """The pathway that does the work, under all taps, and its own state."""
+        return self.pathway.within(state) if isinstance(self.pathway, Tap) else (self.pathway, state)
+
 
 class Seen(NamedTuple):
     """The pathway's own state, and what the block began with."""
@@ -113,16 +125,19 @@ class Watched(Tap):
     def read(self, state: Seen, i: int, norm: Norm | None = None) -> tuple[Tensor, Seen]:
         """Then tell."""
         h, inner = self.pathway.read(state.inner, i, norm)
+        after = state._replace(inner=inner)
+        (pathway, own), (_, left) = self.within(state), self.within(after)
         for watcher in self.watchers:
-            watcher.read(self._site(i), self.pathway, state.history, state.inner, inner)
-        return h, state._replace(inner=inner)
+            watcher.read(self._site(i), pathway, state.history, own, left)
+        return h, after
 
     def write(self, state: Seen, i: int, update: Tensor) -> Seen:
         """Then tell."""
-        inner = self.pathway.write(state.inner, i, update)
+        after = state._replace(inner=self.pathway.write(state.inner, i, update))
+        pathway, own = self.within(after)
         for watcher in self.watchers:
-            watcher.written(self._site(i), self.pathway, inner)
-        return state._replace(inner=inner)
+            watcher.written(self._site(i), pathway, own)
+        return after
 
     def close(self, state: Seen) -> Tensor:
         """Then tell."""
@@ -130,6 +145,18 @@ class Watched(Tap):
         for watcher in self.watchers:
             watcher.closed(self.block, closed)
         return closed
+
+    def streams(self, state: Seen) -> Tensor | None:
+        """The pathway's lens."""
+        return self.pathway.streams(state.inner)
+
+    def with_streams(self, state: Seen, live: Tensor) -> Seen:
+        """The pathway's lens."""
+        return state._replace(inner=self.pathway.with_streams(state.inner, live))
+
+    def within(self, state: Seen) -> tuple[Pathway, Any]:
+        """The pathway that does the work, under all taps, and its own state."""
+        return super().within(state.inner)
 
     def _site(self, i: int) -> Site:
         return Site(self.block, i, self.first + i)
@@ -149,7 +176,13 @@ class Replaced(Tap):
             return state
         streams = self.pathway.streams(state)
         assert streams is not None  # something was written
-        return self.pathway.with_streams(state, self.change(streams))
+        changed = self.change(streams)
+        if changed.shape != streams.shape:
+            raise ValueError(
+                f"the change returned {tuple(changed.shape)} for streams of {tuple(streams.shape)}: it must return the "
+                "same shape"
+            )
+        return self.pathway.with_streams(state, changed)
 
 
 @contextmanager
@@ -179,6 +212,8 @@ def watching(stack: ResidualStack, *watchers: Watcher) -> Iterator[None]:
 def replacing(block: ResidualBlock, i: int, change: Change) -> Iterator[None]:
     """Put `change(streams)` in the place of the live streams, right after branch i of the block has written."""
     _refuse_compiled([block])
+    if not 0 <= i < len(block.branches):
+        raise ValueError(f"the block has no branch {i}: use 0 to {len(block.branches) - 1}")
     pathway = block.pathway
     block.pathway = Replaced(pathway, i, change)
     try:

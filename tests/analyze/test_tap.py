@@ -141,3 +141,53 @@ def test_what_routers_choose():
     torch.testing.assert_close(balance.auxiliary, reported, rtol=1e-6, atol=0)
     torch.testing.assert_close(balance.load.sum(1), torch.ones(5, dtype=torch.float64))
     assert balance.load.min() < 1 / 6 < balance.load.max()
+
+
+@pytest.mark.parametrize("name", ["standard", "mhc-2", "attnres-block", "dar-block"])
+def test_taps_around_taps(name: str):
+    """Watchers in either order around an intervention, and interventions around each other."""
+    decoder = stirred(model_config(), RESIDUALS[name], noise=0.1)
+    block, before = list(decoder.stack)[1], structure(decoder)
+
+    def halved(streams: Tensor) -> Tensor:
+        return streams / 2
+
+    layer = (len(next(iter(decoder.stack)).branches) + 1) // 2
+    with torch.no_grad():
+        clean = decoder(TOKENS)
+        with replacing(block, 1, halved):
+            wanted = decoder(TOKENS)
+        inside, outside = everything(), everything()
+        with watching(decoder.stack, *inside), replacing(block, 1, halved), watching(decoder.stack, *outside):
+            assert torch.equal(decoder(TOKENS), wanted)
+        for watchers in (inside, outside):
+            states, gates, depth, norms = watchers
+            assert isinstance(states, StreamStates)
+            assert isinstance(gates, WriteGates)
+            assert isinstance(depth, DepthWeights)
+            assert isinstance(norms, Norms)
+            assert len(states.states()) == len(norms.means()[0]) == 5
+            means, maps = gates.means(), depth.maps()
+            assert means is None or len(means) == 10
+            assert maps is None or len(maps[0]) == 10
+        seen = [watchers[0].states()[layer] for watchers in (inside, outside) if isinstance(watchers[0], StreamStates)]
+        assert torch.equal(seen[0] / 2, seen[1])
+        with replacing(block, 1, halved), replacing(block, 1, lambda streams: 2 * streams):
+            torch.testing.assert_close(decoder(TOKENS), clean)
+        with replacing(block, 0, halved), replacing(block, 1, halved):
+            assert not torch.allclose(decoder(TOKENS), wanted)
+    assert structure(decoder) == before
+
+
+def test_an_intervention_that_cannot_be():
+    decoder = stirred(model_config(), RESIDUALS["dar-block"])
+    block = next(iter(decoder.stack))
+    for i in (-1, 4):
+        with pytest.raises(ValueError, match=f"no branch {i}: use 0 to 3"), replacing(block, i, torch.zeros_like):
+            pass
+    with (
+        torch.no_grad(),
+        replacing(block, 1, lambda streams: streams[:1]),
+        pytest.raises(ValueError, match="must return the same shape"),
+    ):
+        decoder(TOKENS)
