@@ -142,6 +142,12 @@ def draw_one(analysis: Analysis, folder: Path) -> list[Path]:
     return [path for kind in drawn for path in _write(_alone(kind, analysis, limits), folder / kind.name)]
 
 
+def is_drawn(analysis: Analysis, folder: Path) -> bool:
+    """Whether `folder` has all the pictures of a model."""
+    drawn = [kind for kind in KINDS if kind.needs in analysis.arrays]
+    return all((folder / f"{kind.name}.{ending}").is_file() for kind in drawn for ending in ENDINGS)
+
+
 def draw_together(analyses: Mapping[str, Analysis], folder: Path) -> list[Path]:
     """All methods in one picture of each kind, as files in `folder`."""
     limits = panels.limits(analyses.values())

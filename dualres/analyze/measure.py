@@ -39,13 +39,11 @@ def analyse(
     for number, row in enumerate(many):
         show(f"retrieval, norms  sequence {number + 1}/{len(many)}")
         with watching(decoder.stack, depth, norms), watching_routers(decoder.stack, router):
-            hidden = decoder.hidden(row[None])
-        if not hidden.isfinite().all():
-            raise FloatingPointError(f"the model's states are not finite in sequence {number + 1}")
+            _check_finite(decoder.hidden(row[None]), number)
     for number, row in enumerate(few):
         show(f"streams, gates  sequence {number + 1}/{len(few)}")
         with watching(decoder.stack, states, gates):
-            decoder.hidden(row[None])
+            _check_finite(decoder.hidden(row[None]), number)
     found: dict[str, Any] = {}
     found["stream_rms"], found["history_rms"] = norms.means()
     if (maps := depth.maps()) is not None:
@@ -97,3 +95,8 @@ def summarise(found: dict[str, Tensor]) -> dict[str, float]:
         slope, intercept, correlation = association(found["write_gaps"], found["rescue_gaps"])
         summary |= {"gap_slope": slope, "gap_intercept": intercept, "gap_correlation": correlation}
     return summary
+
+
+def _check_finite(hidden: Tensor, number: int) -> None:
+    if not hidden.isfinite().all():
+        raise FloatingPointError(f"the model's states are not finite in sequence {number + 1}")

@@ -45,9 +45,17 @@ ARRAYS = {  # J streams  L layers  N blocks  O output streams  E experts
 }
 
 
+def protocol(analysis: Analysis) -> str:
+    """How a model was looked at, in words."""
+    keys = ("sequences", "tokens_per_sequence", "data", "last_tokens", "retrieval_sequences")
+    sequences, tokens, data, last, many = (analysis.about.get(key, "unknown") for key in keys)
+    return f"{sequences} sequences of {tokens} tokens of {data}, the last {last}; {many} sequences for retrieval"
+
+
 def write_analysis(folder: Path, analysis: Analysis) -> list[Path]:
     """Both files, each whole or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / JSON).unlink(missing_ok=True)  # an old one must not stand beside new arrays
     packed = io.BytesIO()
     np.savez_compressed(packed, **analysis.arrays)  # type: ignore[arg-type]
     write_bytes(folder / NPZ, packed.getvalue())

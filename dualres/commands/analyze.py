@@ -24,7 +24,7 @@ from dualres.data.tokenizer import same_tokens
 from dualres.evaluate.subject import identity
 from dualres.hub.errors import ModelError
 from dualres.hub.export import is_run
-from dualres.hub.saved import load_model
+from dualres.hub.saved import is_ours, load_model
 from dualres.hub.tokenizer import load_tokenizer
 from dualres.model.decoder import Decoder
 from dualres.progress import Progress
@@ -89,8 +89,12 @@ def _analyze(given: argparse.Namespace) -> int:
         value = getattr(given, option)
         if value is not None and value < 1:
             raise ConfigError(f"--{option.replace('_', '-')} {value} is not positive: use 1 or more")
-    for model in models:
-        _data_of(model, given.data)  # a missing one is said before the first model takes its time
+    if given.out.is_file():
+        raise ConfigError(f"--out {given.out} is a file: name a folder")
+    for model in models:  # what is missing is said before the first model takes its time
+        if not is_run(Path(model.path)) and not is_ours(Path(model.path)):
+            raise ModelError(f"{model.path} is neither a run's folder nor a saved dualres model: give one of them")
+        _data_of(model, given.data)
     progress = Progress()
     analyses = {}
     for model in models:
@@ -148,9 +152,11 @@ def _one(model: Named, given: argparse.Namespace, progress: Progress) -> Analysi
         **protocol._asdict(),
         "dualres": VERSION,
     }
-    before = read_analysis(folder / FOLDER)
+    before = _before(folder / FOLDER, progress)
     if before is not None and before.about.get("key") == key:
         progress.say(f"{model.name}: was looked at before, {folder / FOLDER}")
+        if not figures.is_drawn(before, folder / FOLDER):
+            figures.draw_one(before, folder / FOLDER)
         return before
     about = {
         "model": model.name,
@@ -172,6 +178,15 @@ def _one(model: Named, given: argparse.Namespace, progress: Progress) -> Analysi
     progress.show(f"{model.name}  drawing")
     figures.draw_one(analysis, folder / FOLDER)
     return analysis
+
+
+def _before(folder: Path, progress: Progress) -> Analysis | None:
+    """What was found earlier, if it can be read."""
+    try:
+        return read_analysis(folder)
+    except ConfigError as error:
+        progress.say(f"{error}: that is done now")
+        return None
 
 
 def _open(folder: Path, which: str) -> Looked:
@@ -200,7 +215,12 @@ def _data_of(model: Named, data: Path | None) -> Path:
 
 def _check_tokenizer(looked: Looked, model: Named, data: Path, index: shards.Index) -> None:
     theirs = shards.read_tokenizer(data, index)
-    if looked.tokenizer is None or not same_tokens(looked.tokenizer, theirs.backend, index.end_of_text):
+    if looked.tokenizer is None:
+        raise ModelError(
+            f"{model.path} has no tokenizer to compare with that of {data}: put its tokenizer.json and "
+            "tokenizer_config.json beside the weights"
+        )
+    if not same_tokens(looked.tokenizer, theirs.backend, index.end_of_text):
         raise DataError(
             f"{data} was prepared with another tokenizer than that of {model.path}, for which its tokens mean nothing: "
             "prepare the text with the model's own tokenizer.json (`dualres prepare --tokenizer PATH`)"

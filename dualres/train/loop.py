@@ -176,7 +176,10 @@ class Training:
     def _look_inside(self) -> None:
         """Signs of health on the first held-out sequences. All ranks run it on the same: a sharded model needs them."""
         sequences = self.held_out.batch(0, self.config.train.micro_batch)
-        found = health(self.engine.decoder.stack, lambda: self.engine.evaluate(sequences))
+        losses: list[float] = []
+        found = health(self.engine.decoder.stack, lambda: losses.append(self.engine.evaluate(sequences)))
+        if not math.isfinite(losses[0]):
+            raise TrainError(self._not_finite("loss on held-out sequences", losses[0], self.step))
         if self.log is not None:
             self.log.metric(self.step, **found)
 

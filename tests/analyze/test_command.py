@@ -78,6 +78,9 @@ def test_several_models(here: Path, capsys: pytest.CaptureFixture[str]):
         ElementTree.parse(path)
     for path in here.glob("*/*.png"):
         assert path.read_bytes().startswith(b"\x89PNG")
+    (here / "plain" / FOLDER / "health.svg").unlink()  # as after an interruption
+    assert main(["analyze", "plain", "--data", "data", *FEW]) == 0
+    assert files(here / "plain" / FOLDER) == both | pictures("health")
 
     analysis = read_analysis(here / "moe" / FOLDER)
     assert analysis is not None
@@ -151,7 +154,9 @@ def test_figures_of_a_page(here: Path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nothing"], "nothing"),
+        (["nothing", "--data", "data"], "nothing is neither a run's folder nor a saved dualres model"),
+        (["dar", "nothing", "--data", "data"], "nothing is neither a run's folder nor a saved dualres model"),
+        (["dar", "mhc", "--data", "data", "--out", "data/index.json"], "is a file: name a folder"),
         (["exported"], "no run that names its data: give --data"),
         (["dar", "--data", "nothing"], "nothing"),
         (["dar", "--data", "data", "--sequences", "0"], "--sequences 0 is not positive"),
@@ -180,9 +185,17 @@ def test_other_tokens_are_refused(here: Path, capsys: pytest.CaptureFixture[str]
 def test_broken_weights_and_files(here: Path, capsys: pytest.CaptureFixture[str]):
     """A model of NaNs, a damaged checkpoint, a damaged analysis: each by name."""
     assert main(["analyze", "dar", "--data", "data", *FEW]) == 0
+    whole = (here / "dar" / FOLDER / "analysis.json").read_text()
     (here / "dar" / FOLDER / "analysis.json").write_text("{")
-    assert main(["analyze", "dar", "--data", "data", *FEW]) == 2
-    assert "analysis.json cannot be read" in capsys.readouterr().err
+    assert main(["analyze", "dar", "--data", "data", *FEW]) == 0
+    assert "make it anew with `dualres analyze`: that is done now" in capsys.readouterr().err
+    assert (here / "dar" / FOLDER / "analysis.json").read_text() == whole
+    for path in here.glob("exported/tokenizer*"):
+        path.rename(path.with_name(f"no-{path.name}"))
+    assert main(["analyze", "exported", "--data", "data", *FEW]) == 2
+    assert "exported has no tokenizer to compare with" in capsys.readouterr().err
+    for path in here.glob("exported/no-tokenizer*"):
+        path.rename(path.with_name(path.name.removeprefix("no-")))
     from safetensors.torch import load_file, save_file
 
     path = here / "exported" / "model.safetensors"
