@@ -4,15 +4,15 @@ import re
 from collections.abc import Sequence
 
 from dualres.analyze.figures import Panel, Section, sections
-from dualres.analyze.results import FOLDER, Analysis, read_analysis
+from dualres.analyze.results import FOLDER, Analysis, protocol, read_analysis
 from dualres.report.groups import Group
 from dualres.report.html import Markup, join, svg_image, tag
 
 HALF_A_PAGE = 576.0  # points: a wider picture would not be readable in half a page's width
 
 
-def analyses(groups: Sequence[Group]) -> tuple[list[Section], list[str]]:
-    """The sections of all methods that have an analysis, and which run each is of."""
+def analyses(groups: Sequence[Group]) -> tuple[list[Section], list[str], list[str]]:
+    """The sections of all methods that have an analysis, which run each is of, and the ways they were looked at."""
     several = len({group.scale for group in groups}) > 1
     found: dict[str, Analysis] = {}
     used = []
@@ -23,7 +23,8 @@ def analyses(groups: Sequence[Group]) -> tuple[list[Section], list[str]]:
             name = f"{group.scale} {group.method}" if several else group.method
             found[name] = first[1]
             used.append(f"{name} (seed {first[0].seed}, {first[0].folder.name})")
-    return sections(found) if found else [], used
+    ways = list(dict.fromkeys(protocol(analysis) for analysis in found.values()))
+    return sections(found) if found else [], used, ways
 
 
 def as_html(section: Section) -> Markup:

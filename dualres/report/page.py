@@ -128,10 +128,13 @@ def _paper(compared: Sequence[Compared]) -> Markup:
 
 
 def _analyses(groups: Sequence[Group]) -> Markup:
-    sections, used = analyses.analyses(groups)
+    sections, used, ways = analyses.analyses(groups)
     if not sections:
         return tag(
             "p", "No run has an analysis yet: ", code("dualres analyze RUN…"), " makes them, then make this page again."
         )
     runs = f"One run of each method is shown, the first seed that has an analysis: {words.listed(used)}."
-    return join(tag("p", runs), *(analyses.as_html(section) for section in sections))
+    how = f"Looked at: {ways[0]}."
+    if len(ways) > 1:
+        how = f"They were not all looked at in the same way, so compare with care: {'; or '.join(ways)}."
+    return join(tag("p", runs), tag("p", how), *(analyses.as_html(section) for section in sections))

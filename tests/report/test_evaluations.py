@@ -92,8 +92,8 @@ def test_without_analyses_the_page_says_what_makes_them(suite: Path, tmp_path: P
     assert "dualres analyze RUN…" in section(make(tmp_path / "page.html", suite), "analyses").text
 
 
-def analysed(run: Path, name: str) -> None:
-    write_analysis(run / "analysis", Analysis({"name": name}, {}, {}))
+def analysed(run: Path, name: str, tokens: int = 256) -> None:
+    write_analysis(run / "analysis", Analysis({"name": name, "tokens_per_sequence": tokens}, {}, {}))
 
 
 def test_the_first_seed_with_an_analysis_is_shown(suite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -130,6 +130,19 @@ def test_methods_of_several_scales_are_told_apart(
     monkeypatch.setattr("dualres.report.analyses.sections", lambda analyses: [Section(n, n, "", ()) for n in analyses])
     part = section(make(tmp_path / "page.html", *runs), "analyses")
     assert [title.text for title in part.all("h3")] == ["2×32 dar-block", "2×32, 4 experts dar-block"]
+
+
+def test_other_ways_of_looking_are_told(suite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("dualres.report.analyses.sections", lambda analyses: [Section(n, n, "", ()) for n in analyses])
+    copied = Path(shutil.copytree(suite, tmp_path / "suite"))
+    analysed(copied / "standard-seed0", "standard")
+    analysed(copied / "dar-block-seed0", "dar-block")
+    text = section(make(tmp_path / "page.html", copied), "analyses").text
+    assert "Looked at: unknown sequences of 256 tokens" in text
+    analysed(copied / "dar-block-seed0", "dar-block", 8)
+    text = section(make(tmp_path / "page.html", copied), "analyses").text
+    assert "They were not all looked at in the same way" in text
+    assert "of 8 tokens" in text
 
 
 def test_a_wide_picture_has_a_line_of_its_own():
