@@ -66,6 +66,7 @@ def test_interrupted_and_taken_up(data: Path, tmp_path: Path):
 def test_many_processes(engine: str, data: Path, tmp_path: Path):
     """All ranks look, one logs, and sees what one process alone sees."""
     settings: dict[str, Any] = {**STEPS, "analyze__every": 5, "train__engine": engine}
+    settings |= {"train__parallel__zero_stage": 3} if engine == "deepspeed" else {}
     process = launch(data, tmp_path / "many", ranks=2, residual="dar-full", **settings)
     assert process.wait() == 0, said(tmp_path / "many")
     train_tiny(tiny_config("dar-full", **STEPS, analyze__every=5), data, tmp_path / "one")
