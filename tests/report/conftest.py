@@ -1,11 +1,20 @@
-"""Tiny real runs that the tests of this folder share; those that change one copy it first."""
+"""Tiny real runs that the tests of this folder share, a page of them, a browser. Who changes a run copies it first."""
 
+import json
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from selenium import webdriver
 
+from dualres.analyze.results import Analysis, write_analysis
+from dualres.train.log import METRICS
 from dualres.train.run import SUMMARY
+from tests.report.browsing import HIGH, start
+from tests.report.reading import evaluation, make
 from tests.train.tiny import tiny_config, tiny_data, train_tiny
 
 STEPS = 24
@@ -34,3 +43,28 @@ def sparse(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     train_tiny(tiny_config("dar-block", "moe", **SHORT), data, folder)
     assert (folder / SUMMARY).exists()
     return folder
+
+
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chrome]:
+    found = start(tmp_path_factory.mktemp("browser"))
+    yield found
+    found.quit()
+
+
+@pytest.fixture(scope="session")
+def full_page(suite: Path, sparse: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With everything that a page can have."""
+    folder = tmp_path_factory.mktemp("page")
+    copied = Path(shutil.copytree(suite, folder / "suite"))
+    raised = copied / f"{HIGH}-seed0" / METRICS
+    rows = [json.loads(line) for line in raised.read_text().splitlines()]
+    for row in rows:
+        row.update({key: row[key] + 3 for key in ("loss", "validation_loss") if key in row})
+    raised.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arrays = {"stream_rms": np.ones((2, 1)), "history_rms": np.ones((3, 1))}
+    for run in ("standard-seed0", "dar-block-seed0"):
+        write_analysis(copied / run / "analysis", Analysis({}, {}, arrays))
+    evaluation(copied / "evaluations")
+    make(folder / "report.html", copied, sparse)
+    return folder / "report.html"

@@ -1,4 +1,4 @@
-"""What a page says, for tests: its tables as text, its data, copies of runs with other configs."""
+"""Pages for tests: what one says, as tables and data, and what it is made of: changed runs and evaluations."""
 
 import json
 import shutil
@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from dualres.cli import main
+from dualres.evaluate import render
 from dualres.train.run import CONFIG
+from tests.evaluate.test_tables import everything
 
 NO_END = {"meta", "link", "img"}
 
@@ -100,3 +102,10 @@ def describe(run: Path, **changes: Any) -> None:
     """Other keys of config.json than the config's."""
     described = json.loads((run / CONFIG).read_text())
     (run / CONFIG).write_text(json.dumps({**described, **changes}))
+
+
+def evaluation(folder: Path, **changes: Any) -> Path:
+    """As `dualres evaluate` writes it."""
+    folder.mkdir(parents=True)
+    (folder / "report.json").write_text(json.dumps({**render.as_data(*everything()), **changes}))
+    return folder

@@ -12,18 +12,10 @@ import pytest
 from dualres.analyze.figures import Panel, Section
 from dualres.analyze.results import Analysis, write_analysis
 from dualres.cli import main
-from dualres.evaluate import render
 from dualres.evaluate.tables import REFERENCE, tables
 from dualres.report.analyses import as_html
 from tests.evaluate.test_tables import everything
-from tests.report.reading import Element, make, parsed, section
-
-
-def evaluation(folder: Path, **changes: Any) -> Path:
-    """As `dualres evaluate` writes it."""
-    folder.mkdir(parents=True)
-    (folder / "report.json").write_text(json.dumps({**render.as_data(*everything()), **changes}))
-    return folder
+from tests.report.reading import Element, evaluation, make, parsed, section
 
 
 def check_tables(page: Element) -> None:
