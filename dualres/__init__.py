@@ -7,9 +7,11 @@ from dualres.model.block import ResidualBlock, ResidualStack, compile_blocks, re
 from dualres.model.context import KVCache, RouterReport
 from dualres.model.decoder import Decoder, build_decoder
 from dualres.model.generate import generate
+from dualres.processor import avoid_hidden_tiles
 from dualres.version import VERSION
 
 __version__ = VERSION
+avoid_hidden_tiles()
 register()
 
 __all__ = [
