@@ -11,21 +11,20 @@ import torch
 from torch import Tensor, nn
 
 from dualres import ops
+from dualres.analyze.mean import Means
 from dualres.analyze.tap import Site, Watcher
 from dualres.residual.pathway import History, Pathway
 from dualres.residual.retrieval import Retrieval, Retrieving
 
-OUTPUT = -1  # the readout's place among the branches
+OUTPUT = -1  # the readout's place among the branches: before them
 
 
 class DepthWeights(Watcher):
     """Means over all tokens of π and of the Jensen–Shannon divergence between two streams' π."""
 
     def __init__(self) -> None:
-        self.weights: dict[int, Tensor] = {}  # by branch: the sum over tokens (R,O)
-        self.divergence: dict[int, Tensor] = {}  # by branch: the sum over tokens
-        self.tokens: dict[int, int] = {}
-        self.blocks = 0
+        self.weights = Means()  # by branch (O,R)
+        self.divergence = Means()  # by branch ()
 
     def read(self, site: Site, pathway: Pathway, history: History, before: Any, after: Any) -> None:
         """Candidates are the history and, after the first write of a block, its live streams."""
@@ -40,18 +39,15 @@ class DepthWeights(Watcher):
 
     def reads_out(self, readout: nn.Module, history: History) -> None:
         """The output's candidates are all of H_0 … H_N."""
-        self.blocks = len(history) - 1
         if isinstance(readout, Retrieval):
             self._add(OUTPUT, ops.depth_weights(history, readout.queries(), readout.route, readout.eps))
 
     def _add(self, branch: int, weights: Tensor) -> None:
         """weights (R,1,O,B,T)"""
-        seen = weights.detach()[:, 0].flatten(2).double()  # (R,O,B·T)
-        self.weights[branch] = self.weights.get(branch, torch.zeros(())) + seen.sum(2)
-        self.tokens[branch] = self.tokens.get(branch, 0) + seen.shape[2]
-        if seen.shape[1] == 2:
-            total = jensen_shannon(seen[:, 0], seen[:, 1]).sum()
-            self.divergence[branch] = self.divergence.get(branch, torch.zeros(())) + total
+        seen = weights.detach()[:, 0].flatten(2).transpose(0, 1).double()  # (O,R,B·T)
+        self.weights.add(branch, seen)
+        if len(seen) == 2:
+            self.divergence.add(branch, jensen_shannon(*seen))
 
     def maps(self) -> tuple[Tensor, Tensor] | None:
         """Of every branch (2L,O,N+1) and of the output (O,N+1): the mean weight of H_0 … H_N, the live streams counting
@@ -59,19 +55,20 @@ class DepthWeights(Watcher):
         """
         if not self.weights:
             return None
-        branches = [branch for branch in sorted(self.weights) if branch != OUTPUT]
-        rows = {branch: self.weights[branch].T / self.tokens[branch] for branch in self.weights}
-        found = torch.full((len(branches), len(rows[OUTPUT]), self.blocks + 1), math.nan, dtype=torch.float64)
+        output = self.weights[OUTPUT]
+        _, *branches = self.weights.numbers()
+        found = output.new_full((len(branches), *output.shape), math.nan)
         for branch in branches:
-            found[branch, :, : rows[branch].shape[1]] = rows[branch]
-        return found, rows[OUTPUT]
+            row = self.weights[branch]
+            found[branch, :, : row.shape[1]] = row
+        return found, output
 
     def divergences(self) -> tuple[Tensor, Tensor] | None:
         """Of every branch (2L,) and of the output (), in nats; None where there are not two streams that retrieve."""
         if not self.divergence:
             return None
-        means = {branch: self.divergence[branch] / self.tokens[branch] for branch in self.divergence}
-        return torch.stack([means[branch] for branch in sorted(means) if branch != OUTPUT]), means[OUTPUT]
+        output, *branches = self.divergence.stacked()
+        return torch.stack(branches), output
 
 
 def jensen_shannon(p: Tensor, q: Tensor) -> Tensor:

@@ -3,9 +3,9 @@
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
+from dualres.analyze.mean import Means
 from dualres.analyze.tap import Site, Watcher
 from dualres.residual.pathway import History, Pathway
 
@@ -15,22 +15,17 @@ class WriteGates(Watcher):
 
     def __init__(self, last: int | None = None):
         self.last = last or 0  # 0: all
-        self.total: dict[int, Tensor] = {}  # by branch (J,)
-        self.tokens: dict[int, int] = {}
+        self.gates = Means()  # by branch (J,)
 
     def read(self, site: Site, pathway: Pathway, history: History, before: Any, after: Any) -> None:
         """The gates are known from the read on."""
         weights = pathway.write_weights(after)
         if weights is not None:
-            seen = weights.detach()[..., -self.last :].flatten(1).double()
-            self.total[site.branch] = self.total.get(site.branch, torch.zeros(())) + seen.sum(1)
-            self.tokens[site.branch] = self.tokens.get(site.branch, 0) + seen.shape[1]
+            self.gates.add(site.branch, weights[..., -self.last :].flatten(1))
 
     def means(self) -> Tensor | None:
         """(2L,J), None for a pathway without write gates."""
-        if not self.total:
-            return None
-        return torch.stack([self.total[branch] / self.tokens[branch] for branch in sorted(self.total)])
+        return self.gates.stacked() if self.gates else None
 
 
 class Association(NamedTuple):

@@ -35,15 +35,16 @@ def analyse(
     device = next(decoder.parameters()).device
     last, streams = min(protocol.last, sequences.shape[1]), stream_count(decoder.stack)
     states, gates, depth, norms, router = StreamStates(last), WriteGates(last), DepthWeights(), Norms(), RouterWatcher()
-    few, many = sequences[: protocol.sequences].to(device), sequences[: protocol.retrieval_sequences].to(device)
-    for number, row in enumerate(many):
-        show(f"retrieval, norms  sequence {number + 1}/{len(many)}")
-        with watching(decoder.stack, depth, norms), watching_routers(decoder.stack, router):
-            _check_finite(decoder.hidden(row[None]), number)
-    for number, row in enumerate(few):
-        show(f"streams, gates  sequence {number + 1}/{len(few)}")
-        with watching(decoder.stack, states, gates):
-            _check_finite(decoder.hidden(row[None]), number)
+    few, many = min(protocol.sequences, len(sequences)), min(protocol.retrieval_sequences, len(sequences))
+    rows = sequences[: max(few, many)].to(device)
+    for number, row in enumerate(rows):
+        show(f"watching  sequence {number + 1}/{len(rows)}")
+        watchers = [*([states, gates] if number < few else []), *([depth, norms] if number < many else [])]
+        routers = [router] if number < many else []
+        with watching(decoder.stack, *watchers), watching_routers(decoder.stack, *routers):
+            hidden = decoder.hidden(row[None])
+        if not hidden.isfinite().all():
+            raise FloatingPointError(f"the model's states are not finite in sequence {number + 1}")
     found: dict[str, Any] = {}
     found["stream_rms"], found["history_rms"] = norms.means()
     if (maps := depth.maps()) is not None:
@@ -56,7 +57,7 @@ def analyse(
         found["write_gates"] = means
     if streams > 1:
         found["cka"] = cross_stream_cka(states.states(), show)
-        rescue = kl_rescue(decoder, few, last, show)
+        rescue = kl_rescue(decoder, rows[:few], last, show)
         found["kl_keep"], found["kl_none"] = rescue
         found["rescue"] = rescue.gain()
     summary = summarise(found)
@@ -67,9 +68,9 @@ def analyse(
         "streams": streams,
         "blocks": len(decoder.stack.blocks),
         "tokens_per_sequence": sequences.shape[1],
-        "sequences": len(few),
+        "sequences": few,
         "last_tokens": last,
-        "retrieval_sequences": len(many),
+        "retrieval_sequences": many,
     }
     return Analysis(described, summary, {name: np.asarray(values.cpu(), np.float64) for name, values in found.items()})
 
@@ -95,8 +96,3 @@ def summarise(found: dict[str, Tensor]) -> dict[str, float]:
         slope, intercept, correlation = association(found["write_gaps"], found["rescue_gaps"])
         summary |= {"gap_slope": slope, "gap_intercept": intercept, "gap_correlation": correlation}
     return summary
-
-
-def _check_finite(hidden: Tensor, number: int) -> None:
-    if not hidden.isfinite().all():
-        raise FloatingPointError(f"the model's states are not finite in sequence {number + 1}")

@@ -52,7 +52,7 @@ def protocol(analysis: Analysis) -> str:
     return f"{sequences} sequences of {tokens} tokens of {data}, the last {last}; {many} sequences for retrieval"
 
 
-def write_analysis(folder: Path, analysis: Analysis) -> list[Path]:
+def write_analysis(folder: Path, analysis: Analysis) -> None:
     """Both files, each whole or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / JSON).unlink(missing_ok=True)  # an old one must not stand beside new arrays
@@ -63,7 +63,6 @@ def write_analysis(folder: Path, analysis: Analysis) -> list[Path]:
     legend = {name: ARRAYS[name] for name in arrays}
     found = {"about": analysis.about, "summary": _as_lists(analysis.summary), "legend": legend, "arrays": arrays}
     write_json(folder / JSON, found)
-    return [folder / JSON, folder / NPZ]
 
 
 def read_analysis(folder: Path) -> Analysis | None:

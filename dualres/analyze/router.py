@@ -7,7 +7,9 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.nn.functional import one_hot
 
+from dualres.analyze.mean import Means
 from dualres.model.block import NormedBranch, ResidualStack
 from dualres.model.moe import MoE, router_logits
 
@@ -23,37 +25,32 @@ class RouterWatcher:
     """Adds up what every router chooses."""
 
     def __init__(self) -> None:
-        self.assigned: dict[int, Tensor] = {}  # by layer (E,)
-        self.probability: dict[int, Tensor] = {}  # by layer: the sum over tokens (E,)
+        self.share = Means()  # by layer: f_e, of a token's assignments (E,)
+        self.probability = Means()  # by layer: P_e (E,)
 
     @torch.no_grad()
     def routed(self, moe: MoE, given: tuple[Any, ...]) -> None:
         """What the layer is about to do with its input."""
         logits = router_logits(given[0].flatten(0, -2), moe.router.weight)  # (N,E)
-        chosen = logits.topk(moe.active, -1).indices.flatten()
-        counts = torch.bincount(chosen, minlength=moe.experts).double()
-        chances = logits.softmax(-1).double().sum(0)
-        self.assigned[moe.layer] = self.assigned.get(moe.layer, torch.zeros(())) + counts
-        self.probability[moe.layer] = self.probability.get(moe.layer, torch.zeros(())) + chances
+        assigned = one_hot(logits.topk(moe.active, -1).indices, moe.experts).sum(1)  # (N,E)
+        self.share.add(moe.layer, assigned.T / moe.active)
+        self.probability.add(moe.layer, logits.softmax(-1).T)
 
     def balance(self) -> Balance | None:
         """None for a model without experts."""
-        if not self.assigned:
+        if not self.share:
             return None
-        layers = sorted(self.assigned)
-        load, probability = (
-            torch.stack([sums[layer] / sums[layer].sum() for layer in layers])
-            for sums in (self.assigned, self.probability)
-        )
-        return Balance(load, load.shape[1] * (load * probability).sum(1))
+        load = self.share.stacked()
+        return Balance(load, load.shape[1] * (load * self.probability.stacked()).sum(1))
 
 
 @contextmanager
-def watching_routers(stack: ResidualStack, watcher: RouterWatcher) -> Iterator[None]:
-    """Tell `watcher` what every MoE branch is given."""
+def watching_routers(stack: ResidualStack, *watchers: RouterWatcher) -> Iterator[None]:
+    """Tell the watchers what every MoE branch is given."""
 
     def routed(module: Any, given: tuple[Any, ...]) -> None:
-        watcher.routed(module, given)
+        for watcher in watchers:
+            watcher.routed(module, given)
 
     modules = [cast(NormedBranch, branch).module for block in stack for branch in block.branches]
     hooks = [module.register_forward_pre_hook(routed) for module in modules if isinstance(module, MoE)]

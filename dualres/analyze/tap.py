@@ -4,6 +4,9 @@ with watching(decoder.stack, watcher):                   # the outputs stay what
     decoder(tokens)
 with replacing(block, i, lambda streams: 0 * streams):   # an intervention, right after the write of branch i
     decoder(tokens)
+
+Taps may stand around each other, the one that was put on last outermost: a watcher put on after an intervention sees
+what it made of the streams.
 """
 # B batch  T tokens  D width  J streams
 
