@@ -34,7 +34,7 @@ def main() -> None:
     rows = max(given.sequences, given.retrieval_sequences)
     tokens = torch.randint(0, config.model.vocab_size, (rows, given.length), generator=torch.Generator().manual_seed(0))
     protocol = Protocol(given.sequences, given.last, given.retrieval_sequences)
-    begun: list[tuple[str, float]] = [("retrieval, norms", time.monotonic())]  # parts, and when
+    begun: list[tuple[str, float]] = [("watching", time.monotonic())]  # parts, and when
 
     def show(text: str) -> None:
         begun.append((text.partition("  ")[0], time.monotonic()))

@@ -25,6 +25,7 @@ from dualres.data.source import PYTHON
 from dualres.experiment import load_config
 from dualres.table import table
 from dualres.train.build import build_engine
+from dualres.train.engine import Micro
 from dualres.train.world import join_world
 
 WARMUP = 3  # steps
@@ -74,8 +75,7 @@ def measure(config: Config, data: Path, steps: int) -> tuple[list[float], list[f
             began = time.perf_counter()
             batches = [loader.batch(step * train.global_batch + start, train.micro_batch) for start in starts]
             loaded = time.perf_counter()
-            for number, sequences in enumerate(batches, start=1):
-                engine.accumulate(sequences, 1 / len(batches), number == len(batches))
+            engine.accumulate([Micro(sequences, 1 / len(batches)) for sequences in batches])
             engine.update(train.learning_rate, train.clip)
             if world.device.type == "cuda":
                 torch.cuda.synchronize()

@@ -22,6 +22,7 @@ from dualres.experiment import load_config
 from dualres.table import table
 from dualres.train.build import build_engine
 from dualres.train.checkpoint import Checkpoints
+from dualres.train.engine import Micro
 from dualres.train.world import World, join_world
 
 WARMUP = 3  # steps
@@ -61,7 +62,7 @@ def measure(scale: str, residual: str, rounds: int, folder: Path, world: World) 
     sequences = torch.randint(model.vocab_size, (train.micro_batch, model.context + 1))
 
     def step() -> None:
-        engine.accumulate(sequences, 1.0, True)
+        engine.accumulate([Micro(sequences, 1.0)])
         engine.update(train.learning_rate, train.clip)
         if world.device.type == "cuda":
             torch.cuda.synchronize()

@@ -30,7 +30,7 @@ from dualres.model.generate import generate
 from dualres.ops import choice
 from dualres.table import table
 from dualres.train.build import build_engine
-from dualres.train.engine import TorchEngine
+from dualres.train.engine import Micro, TorchEngine
 from dualres.train.memory import Live
 from dualres.train.world import World, join_world
 
@@ -127,7 +127,7 @@ class Contender:
 
     def step(self) -> None:
         """Forward, backward, update."""
-        self.engine.accumulate(self.sequences, 1.0, True)
+        self.engine.accumulate([Micro(self.sequences, 1.0)])
         self.engine.update(self.config.train.learning_rate, self.config.train.clip)
         self.finish()
 

@@ -205,10 +205,11 @@ class ResidualConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How the paper spread the model over its GPUs."""
+    """How a model is spread over processes; `engine: fsdp2` shards the rest over those that are left."""
 
     tensor: int = 1
     pipeline: int = 1
+    virtual_stages: int = 1
     expert: int = 1
     context: int = 1
     sequence_parallel: bool = False
@@ -216,7 +217,7 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         settle(self, "train.parallel.")
-        positive(self, "train.parallel.", "tensor", "pipeline", "expert", "context")
+        positive(self, "train.parallel.", "tensor", "pipeline", "virtual_stages", "expert", "context")
         if self.zero_stage not in (0, 1, 2, 3):
             raise ConfigError(f"train.parallel.zero_stage={self.zero_stage} is unknown: use 0, 1, 2 or 3")
 
@@ -248,13 +249,16 @@ class TrainConfig:
     checkpoint_every: int = 1000
     keep_checkpoints: int = 3
     untimed_steps: int = 300
+    timeout: float = 1800.0
     peak_flops: float | None = None
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     def __post_init__(self) -> None:
         settle(self, "train.")
         positive(self, "train.", "tokens", "micro_batch", "global_batch", "learning_rate", "clip", "validation_tokens")
-        positive(self, "train.", "adam_eps", "loss_rows", "validate_every", "checkpoint_every", "keep_checkpoints")
+        positive(
+            self, "train.", "adam_eps", "loss_rows", "validate_every", "checkpoint_every", "keep_checkpoints", "timeout"
+        )
         not_negative(self, "train.", "warmup_steps", "weight_decay", "seed", "untimed_steps")
         if self.peak_flops is not None:
             positive(self, "train.", "peak_flops")

@@ -1,4 +1,4 @@
-"""Imports point one way: ops ← residual ← model ← train ← commands. And neither side names the other's parts."""
+"""Imports point one way, from ops to commands, and neither side names the other's parts."""
 
 import ast
 from pathlib import Path
@@ -11,15 +11,17 @@ from dualres.residual.registry import METHODS
 PACKAGE = Path(dualres.__file__).parent
 # A file may import from its own layer and from those before it.
 LAYERS = [
-    ["curves", "fields", "files", "extras", "progress", "version"],
+    ["curves", "fields", "files", "extras", "processor", "progress", "version"],
     ["config"],
     ["ops"],
     ["residual"],
     ["model", "data"],
     ["experiment", "paper", "table"],
     ["analyze"],
+    ["parallel"],
     ["params", "describe", "train"],
-    ["hub"],
+    ["scaling"],
+    ["hub", "megatron"],
     ["suite", "evaluate"],
     ["report"],
     ["commands"],

@@ -19,9 +19,9 @@ from dualres.progress import Progress, short
 from dualres.train import plan, run
 from dualres.train.build import engine_name
 from dualres.train.checks import Places, other_dataset, unused_mesh
-from dualres.train.loop import train
+from dualres.train.loop import check_batch, train
 from dualres.train.recipe import steps_of
-from dualres.train.world import World, join_world
+from dualres.train.world import World, join_world, world_size
 
 DEFAULT_DATA = Path("data") / PYTHON
 GPUS_OF_A_MACHINE = 8  # in the printed command
@@ -75,6 +75,7 @@ def _train(given: argparse.Namespace) -> int:
         if getattr(given, option):
             name = option.replace("_", "-")
             raise ConfigError(f"--{name} belongs to a plan: add --dry-run, or start so many processes with torchrun")
+    check_batch(config, world_size())  # and the mesh, before any process waits for another
     with join_world(given.device) as world:
         world.agree(lambda: ensure_default_data(given.data) if world.leads else None)  # the others wait for the data
         progress = Progress(quiet=not world.leads)

@@ -57,9 +57,7 @@ class ResidualBlock(nn.Module):
         if self.recompute == "none" or not torch.is_grad_enabled():
             return self.compute(*history, **context)
         keep = KEPT[self.recompute]  # and nothing here draws random numbers
-        return checkpoint(
-            self.compute, *history, use_reentrant=False, context_fn=keep, preserve_rng_state=False, **context
-        )
+        return checkpoint(self.compute, *history, use_reentrant=False, preserve_rng_state=False, **keep, **context)
 
     def compute(self, *history: Tensor, **context: Any) -> Tensor:
         """The block itself: what a recomputation runs again."""

@@ -1,6 +1,8 @@
 """The sparse feed-forward: every token goes to the k best of E experts, and none is dropped."""
 # B batch  T tokens  N = B·T  D width  E experts  k active experts  F expert width
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, one_hot, silu
@@ -8,12 +10,32 @@ from torch.nn.functional import linear, one_hot, silu
 from dualres.model.context import Context
 from dualres.ops import full_precision, grouped_linear
 
+Experts = Callable[[Tensor, Tensor], Tensor]  # rows grouped by expert, rows of each -> rows
+
+
+class Together:
+    """All tokens of a micro-batch and all experts are in this process. `dualres.parallel.expert` spreads them."""
+
+    shards = 1  # of the micro-batch, each with as many tokens
+
+    def total(self, assigned: Tensor) -> Tensor:
+        """The assignments of all shards, from those of this one. (E,) -> (E,)"""
+        return assigned
+
+    def apply(self, experts: Experts, rows: Tensor, assigned: Tensor) -> Tensor:
+        """Rows grouped by expert, through their experts, wherever these are. (M,D), (E,) -> (M,D)"""
+        return experts(rows, assigned)
+
+    def own(self, weight: Tensor) -> Tensor:
+        """What this process has of the experts' weights."""
+        return weight
+
 
 class MoE(nn.Module):
     """Σ_{e in top-k} p_e · expert_e(x), with p the softmax over the k largest router logits.
 
     The auxiliary loss E·Σ_e f_e P_e (f_e: share of the N·k assignments, P_e: mean router probability; 1 where routing
-    is uniform) is attached to the output: its gradient flows without appearing in any loss that is returned.
+    is uniform) is attached to p: its gradient flows with p's, without appearing in any loss that is returned.
     """
 
     matrices = ("gate_up", "down")  # they decay, as the weights of `nn.Linear` do
@@ -24,6 +46,7 @@ class MoE(nn.Module):
         self.router = nn.Linear(width, experts, bias=False)
         self.gate_up = nn.Parameter(torch.empty(experts, 2 * hidden, width))  # the gate's rows, then the up's
         self.down = nn.Parameter(torch.empty(experts, width, hidden))
+        self.spread = Together()
         self.reset_parameters()
 
     def reset_parameters(self, generator: torch.Generator | None = None, std: float = 0.02) -> None:
@@ -37,27 +60,32 @@ class MoE(nn.Module):
         logits = router_logits(tokens, self.router.weight)  # (N,E)
         best, chosen = logits.topk(self.active, -1)  # (N,k)
         assigned = one_hot(chosen, self.experts).sum((0, 1))  # (E,) assignments of each expert
-        mixed = self.mix_experts(tokens, best.softmax(-1), chosen, assigned)
+        weights = best.softmax(-1)  # (N,k)
 
-        loss = self.experts * (assigned / assigned.sum() * logits.softmax(-1).mean(0)).sum()
+        everywhere = self.spread.total(assigned)
+        loss = self.experts * (everywhere / everywhere.sum() * logits.softmax(-1).mean(0)).sum()  # mean over shards
         report = context.report
         if report is not None:
             report.losses[self.layer] = loss.detach() if report.attached else loss
         if torch.is_grad_enabled() and (report is None or report.attached):
             scale = 1.0 if report is None else report.scale
-            mixed = AttachLoss.apply(mixed, loss * (self.aux_coefficient * scale))
-        return mixed.view_as(x)
+            weights = AttachLoss.apply(weights, loss * (self.aux_coefficient * scale / self.spread.shards))
+        return self.mix_experts(tokens, weights, chosen, assigned).view_as(x)
 
     def mix_experts(self, tokens: Tensor, weights: Tensor, chosen: Tensor, assigned: Tensor) -> Tensor:
         """Sort the N·k assignments by expert, run each expert on its run of rows, add up per token. -> (N,D)"""
         order = chosen.flatten().argsort(stable=True)  # (N·k,) assignment n·k + slot, grouped by expert
-        dtype = product_dtype(tokens)
-        rows = tokens.to(dtype).repeat_interleave(self.active, 0)[order]
-        gate, up = grouped_linear(rows, self.gate_up.to(dtype), assigned).chunk(2, -1)
-        out = grouped_linear(silu(gate) * up, self.down.to(dtype), assigned)
+        rows = tokens.to(product_dtype(tokens)).repeat_interleave(self.active, 0)[order]
+        out = self.spread.apply(self.run_experts, rows, assigned)
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         slots = out[back].unflatten(0, (-1, self.active))  # (N,k,D)
         return (slots * weights.unsqueeze(-1)).sum(1).to(tokens.dtype)
+
+    def run_experts(self, rows: Tensor, assigned: Tensor) -> Tensor:
+        """The experts of this process, each on its run of rows. (M,D), as many as its experts -> (M,D)"""
+        gate_up, down = (self.spread.own(weight).to(rows.dtype) for weight in (self.gate_up, self.down))
+        gate, up = grouped_linear(rows, gate_up, assigned).chunk(2, -1)
+        return grouped_linear(silu(gate) * up, down, assigned)
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
@@ -80,8 +108,8 @@ class AttachLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, loss: Tensor) -> Tensor:
-        """x, unchanged."""
-        return x.view_as(x)
+        """A copy of x: of a view, a compiler may think that it needs no backward pass of its own."""
+        return x.clone()
 
     @staticmethod
     def setup_context(ctx: torch.autograd.function.FunctionCtx, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:

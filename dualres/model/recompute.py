@@ -1,11 +1,10 @@
 """Activation checkpointing: what a block keeps of its forward pass for the backward pass."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch.utils.checkpoint import create_selective_checkpoint_contexts, noop_context_fn
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from dualres.ops import grouped  # noqa: F401  (it registers dualres::grouped_linear)
 
@@ -22,7 +21,7 @@ PRODUCTS = [  # what costs most to compute again for the memory it takes
 ]
 
 # "full" keeps the block's inputs alone; "selective" also the results of matrix products and attention.
-KEPT: dict[str, Callable[[], Any]] = {
-    "full": noop_context_fn,
-    "selective": partial(create_selective_checkpoint_contexts, PRODUCTS),
+KEPT: dict[str, dict[str, Any]] = {  # options of `torch.utils.checkpoint.checkpoint`
+    "full": {},
+    "selective": {"context_fn": partial(create_selective_checkpoint_contexts, PRODUCTS)},
 }

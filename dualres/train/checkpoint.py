@@ -100,10 +100,11 @@ class Checkpoints:
             sums = agree(lambda: _sums(partial, self.world), group)
             agree(lambda: self._finish(partial, target, sums) if leads else None, group)
         except (Exception, CheckpointException) as error:  # PyTorch's is no Exception
-            self.failure = f"checkpoint {target} was not saved: {_root_cause(error)}"
+            self.failure = f"checkpoint {target} was not saved: {_reason(error)}"
             if leads:
                 shutil.rmtree(partial, ignore_errors=True)
-                self.say(f"{self.failure}. Earlier checkpoints are as they were; is the disk full?")
+                disk = "; is the disk full?" if isinstance(_root_cause(error), OSError) else ""
+                self.say(f"{self.failure}. Earlier checkpoints are as they were{disk}")
             return
         if leads:
             self._remove_old(state)
@@ -158,8 +159,10 @@ def load(checkpoint: Path, tensors: dict[str, Tensor], distributed: bool = False
             reader = HuggingFaceStorageReader(str(checkpoint / part))
             state_dict_loader.load(chosen, storage_reader=reader, no_dist=not distributed)
         except (Exception, CheckpointException) as error:
+            if distributed and isinstance(error, RuntimeError):
+                raise  # another rank no longer answers
             raise TrainError(
-                f"checkpoint {checkpoint} does not fit this model: {_root_cause(error)}. Train with the config it was "
+                f"checkpoint {checkpoint} does not fit this model: {_reason(error)}. Train with the config it was "
                 "made with, or into a new folder"
             ) from None
 
@@ -171,8 +174,10 @@ def load_start(folder: Path, tensors: dict[str, Tensor], distributed: bool = Fal
     try:
         state_dict_loader.load(chosen, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=not distributed)
     except (Exception, CheckpointException) as error:
+        if distributed and isinstance(error, RuntimeError):
+            raise  # another rank no longer answers
         raise TrainError(
-            f"the weights of {folder} do not fit this model: {_root_cause(error)}. Leave model.… and residual.… as the "
+            f"the weights of {folder} do not fit this model: {_reason(error)}. Leave model.… and residual.… as the "
             "folder's config has them"
         ) from None
 
@@ -229,10 +234,15 @@ def _shared_out(items: list[Any], world: World | None) -> list[Any]:
     return items if world is None else items[world.rank :: world.size]
 
 
-def _root_cause(error: BaseException) -> str:
+def _root_cause(error: BaseException) -> BaseException:
     """The reason inside what PyTorch wraps it in."""
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
     while (cause := error.__cause__ or error.__context__) is not None:
         error = cause
-    return f"{error}" or type(error).__name__
+    return error
+
+
+def _reason(error: BaseException) -> str:
+    cause = _root_cause(error)
+    return f"{cause}" or type(cause).__name__

@@ -10,14 +10,15 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from dualres.config import Config
+from dualres.config import Config, ConfigError
 from dualres.data import shards
 from dualres.data.errors import DataError
 from dualres.data.loader import Loader
 from dualres.data.shards import Index
 from dualres.files import LOCK
+from dualres.parallel.pipeline import micro_batches
 from dualres.train import checkpoint, run
-from dualres.train.build import engine_name
+from dualres.train.build import engine_mesh, engine_name
 from dualres.train.errors import TrainError
 from dualres.train.loop import check_batch, check_vocabulary
 from dualres.train.recipe import steps_of
@@ -25,6 +26,10 @@ from dualres.train.recipe import steps_of
 CHECKPOINT_BYTES = 12  # per parameter: the weight and two moments in float32
 SMALL = 10**9  # tokens that are read in seconds
 SPARE_CHECKPOINTS = 2  # the best one, and the one that is being written
+USED_BY_ENGINE = {  # fields of train.parallel
+    "deepspeed": {"zero_stage"},
+    "fsdp2": {"tensor", "pipeline", "virtual_stages", "expert", "context", "sequence_parallel"},
+}
 
 
 class Check(NamedTuple):
@@ -76,17 +81,18 @@ def check_start(config: Config, ranks: int, parameters: int, places: Places, wan
 def unused_mesh(config: Config, engine: str) -> str | None:
     """What the config says of the paper's mesh and this engine does not use."""
     parallel = config.train.parallel
-    used = {"zero_stage"} if engine == "deepspeed" else set()
-    asked = [
-        f"{field.name}={getattr(parallel, field.name)}"
+    used = USED_BY_ENGINE.get(engine, set())
+    asked = {
+        field.name: getattr(parallel, field.name)
         for field in dataclasses.fields(parallel)
         if field.name not in used and getattr(parallel, field.name) != field.default
-    ]
+    }
     if not asked:
         return None
-    return (
-        f"train.parallel {', '.join(asked)}: the paper's mesh; {engine} trains data-parallel, which computes the same"
-    )
+    others = "the engine trains data-parallel, which computes the same"
+    why = "DeepSpeed's" if asked.keys() == {"zero_stage"} else others
+    said = ", ".join(f"{name}={value}" for name, value in asked.items())
+    return f"train.parallel {said}: not used by {engine}: {why}"
 
 
 def engine_or_asked(config: Config, ranks: int) -> str:
@@ -100,15 +106,19 @@ def engine_or_asked(config: Config, ranks: int) -> str:
 def _checked(name: str, work: Callable[[], Check]) -> Check:
     try:
         return work()
-    except (TrainError, DataError, OSError) as error:
+    except (ConfigError, TrainError, DataError, OSError) as error:
         return Check(name, "problem", str(error))
 
 
 def _batch(config: Config, ranks: int) -> Check:
     check_batch(config, ranks)
-    train = config.train
-    steps = train.global_batch // (train.micro_batch * ranks)
-    return Check("batch", "ok", f"{train.global_batch} = {ranks} ranks × {train.micro_batch} × {steps} micro-batches")
+    train, mesh = config.train, engine_mesh(config, ranks)
+    steps = micro_batches(train.global_batch, train.micro_batch, mesh)
+    filling = steps * mesh.data - train.global_batch // train.micro_batch
+    says = f"{train.global_batch} = {mesh.data} ranks × {train.micro_batch} × {steps} micro-batches"
+    if filling:
+        return Check("batch", "note", f"{says}, less {filling} that run and count for nothing")
+    return Check("batch", "ok", says)
 
 
 def _engine(config: Config, ranks: int) -> Check:

@@ -1,6 +1,6 @@
 """Engines: how a model and its optimizer are held, by one process or by many. The loop sees only this interface.
 
-    engine.accumulate(sequences, share, last) …  engine.update(rate, clip)  …  engine.tensors()
+    engine.accumulate(micro_batches)  engine.update(rate, clip)  …  engine.tensors()
 
 Every engine trains float32 weights with the same AdamW and names its tensors alike: a checkpoint of one is a
 checkpoint of all.
@@ -10,23 +10,33 @@ checkpoint of all.
 import contextlib
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from dualres.config import TrainConfig
 from dualres.model.context import RouterReport
-from dualres.train.objective import Objective
+from dualres.model.objective import Objective
 from dualres.train.recipe import adamw, fresh_state
 from dualres.train.world import World
 
 
+class Micro(NamedTuple):
+    """A micro-batch, and how much of the step's gradient is its: on average over data-parallel ranks they add up to 1.
+
+    A share of 0 fills up a batch that does not divide: it runs, since all ranks must, and counts for nothing.
+    """
+
+    sequences: Tensor  # (B,T+1)
+    share: float
+
+
 class Losses(NamedTuple):
-    """Of one micro-batch."""
+    """A rank's part of a step's losses, so that the mean over all ranks is the batch's."""
 
     language: float
     router: float  # mean over layers, 1 where routing is uniform; 0 without experts
@@ -39,10 +49,11 @@ class Engine(ABC):
         self.world = world
         self.decoder = objective.decoder
         self.wrapped = wrapped  # the objective in the engine's hands: (B,T+1), report -> ()
+        self.data_rank, self.data_size = world.rank, world.size  # which share of the data is this rank's, of how many
 
     @abstractmethod
-    def accumulate(self, sequences: Tensor, share: float, last: bool) -> Losses:
-        """Add `share` of a micro-batch's gradient; `last` is the one before the update. sequences (B,T+1)"""
+    def accumulate(self, micro_batches: Sequence[Micro]) -> Losses:
+        """The gradient of a step: forward and backward of all micro-batches of this rank."""
 
     @abstractmethod
     def update(self, learning_rate: float, clip: float) -> float:
@@ -58,7 +69,7 @@ class Engine(ABC):
 
     @torch.no_grad()
     def evaluate(self, sequences: Tensor) -> float:
-        """The language-model loss of a batch. (B,T+1) -> nats per token"""
+        """The language-model loss of a batch: the mean over the ranks that share it. (B,T+1) -> nats per token"""
         with self.autocast():
             return self.wrapped(sequences.to(self.world.device)).item()
 
@@ -73,30 +84,37 @@ class TorchEngine(Engine):
     def __init__(self, train: TrainConfig, world: World, objective: Objective, wrapped: nn.Module):
         super().__init__(world, objective, wrapped)
         self.bf16 = train.precision == "bf16"
-        self.parameters = dict(self.decoder.named_parameters())
+        self.parameters = {name: p for name, p in self.decoder.named_parameters() if not p.is_meta}  # of this rank
         self.optimizer = adamw(self.decoder, train)
         for parameter in self.parameters.values():  # from the start, so that a checkpoint always has the same tensors
             self.optimizer.state[parameter] = fresh_state(parameter)
 
-    def accumulate(self, sequences: Tensor, share: float, last: bool) -> Losses:
-        """Add `share` of a micro-batch's gradient. sequences (B,T+1)"""
-        report = RouterReport(scale=share)
-        with self.synchronised(last):
-            with self.autocast():
-                loss = self.wrapped(sequences.to(self.world.device), report)
-            (loss * share).backward()
-        return Losses(loss.item(), report.mean().item() if report.losses else 0.0)
+    def accumulate(self, micro_batches: Sequence[Micro]) -> Losses:
+        """One after the other."""
+        language = router = 0.0
+        for number, (sequences, share) in enumerate(micro_batches, 1):
+            report = RouterReport(scale=share)
+            with self.synchronised(number == len(micro_batches)):
+                with self.autocast():
+                    loss = self.wrapped(sequences.to(self.world.device), report)
+                (loss * share).backward()
+            language += share * loss.item()
+            router += share * (report.mean().item() if report.losses else 0.0)
+        return Losses(language, router)
 
     def update(self, learning_rate: float, clip: float) -> float:
         """Clip, and step unless the gradient is not finite."""
-        norm = nn.utils.clip_grad_norm_(self.parameters.values(), clip)
-        size = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        size = self.clipped(clip)
         if math.isfinite(size):
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate
             self.optimizer.step()
             self.optimizer.zero_grad()
         return size
+
+    def clipped(self, limit: float) -> float:
+        """Clip the gradient. -> its norm before"""
+        return float(nn.utils.clip_grad_norm_(self.parameters.values(), limit))
 
     def tensors(self) -> dict[str, Tensor]:
         """The live tensors, not copies."""

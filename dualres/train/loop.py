@@ -1,7 +1,8 @@
 """The training loop: whatever the model, the residual method and the engine.
 
 Step s (1, 2, …) takes sequences (s−1)·G … s·G−1 of the loader, G the global batch. They are cut into micro-batches;
-of W ranks, rank r takes micro-batches r, r+W, … So the data of a step depend on neither method, engine nor ranks.
+of W data-parallel ranks, rank r takes micro-batches r, r+W, … So the data of a step depend on neither method, engine
+nor ranks. Where W does not divide them, some ranks run one more that counts for nothing.
 """
 
 import math
@@ -22,14 +23,15 @@ from dualres.data.shards import Index
 from dualres.files import write_json
 from dualres.progress import Progress, duration, short
 from dualres.train import run
-from dualres.train.build import build_engine, engine_name
+from dualres.train.build import build_engine, engine_mesh, engine_name
 from dualres.train.checkpoint import Checkpoints, load_start
-from dualres.train.engine import Engine
+from dualres.train.engine import Engine, Micro
 from dualres.train.errors import TrainError
 from dualres.train.log import Log
+from dualres.train.lost import naming_lost_ranks
 from dualres.train.recipe import learning_rate, steps_of
 from dualres.train.speed import Speed, peak_memory
-from dualres.train.world import World
+from dualres.train.world import World, limit_waiting
 
 VERIFIED = "verified.json"  # which data files were read in whole, so that a resumed run need not do it again
 
@@ -97,6 +99,7 @@ class Training:
         self.step, self.best_step, self.best_loss = 0, 0, math.inf
         self.validation_loss: float | None = None
         self._restore(start)
+        limit_waiting(train.timeout)
         self.log: Log | None = None
         world.agree(lambda: self._open_log(wandb) if world.leads else None)
         self.speed = Speed(config, world.device, world.size)
@@ -108,10 +111,11 @@ class Training:
         """Steps until the budget is spent or someone asks to stop."""
         with stop_signals(alone=self.world.size == 1) as asked:
             try:
-                stopped = False
-                while self.step < self.steps and not stopped:
-                    stopped = self._one_step(asked)
-                return self._end()
+                with naming_lost_ranks(self.world):  # before waiting for a save that may wait for a lost rank
+                    stopped = False
+                    while self.step < self.steps and not stopped:
+                        stopped = self._one_step(asked)
+                    return self._end()
             finally:
                 self.checkpoints.wait()
                 if self.log is not None:
@@ -143,18 +147,21 @@ class Training:
 
     def _accumulate(self, asked: Callable[[], bool]) -> Totals:
         """Forward and backward of this rank's micro-batches; then one sum over ranks, with the wish to stop in it."""
-        train, world = self.config.train, self.world
-        first = self.step * train.global_batch
-        micro_batches = range(world.rank, train.global_batch // train.micro_batch, world.size)
-        language = router = 0.0
-        for number in micro_batches:
-            sequences = self.loader.batch(first + number * train.micro_batch, train.micro_batch)
-            # Engines average over ranks, so a micro-batch has its share of this rank's.
-            losses = self.engine.accumulate(sequences, 1 / len(micro_batches), number == micro_batches[-1])
-            language += losses.language / len(micro_batches)
-            router += losses.router / len(micro_batches)
-        language, router, stop = world.sum([language, router, float(asked())])
-        return Totals(language / world.size, router / world.size, stop > 0)
+        losses = self.engine.accumulate(self._micro_batches())
+        language, router, stop = self.world.sum([losses.language, losses.router, float(asked())])
+        return Totals(language / self.world.size, router / self.world.size, stop > 0)
+
+    def _micro_batches(self) -> list[Micro]:
+        """This rank's of the next step."""
+        train, ranks = self.config.train, self.engine.data_size
+        first, count = self.step * train.global_batch, train.global_batch // train.micro_batch
+        numbers = range(self.engine.data_rank, -(-count // ranks) * ranks, ranks)
+        return [
+            Micro(self.loader.batch(first + number * train.micro_batch, train.micro_batch), ranks / count)
+            if number < count
+            else Micro(self.loader.batch(first, train.micro_batch), 0.0)
+            for number in numbers
+        ]
 
     def _record(self, totals: Totals, norm: float, rate: float) -> None:
         if self.log is None:
@@ -230,8 +237,7 @@ class Training:
 
     def _end(self) -> Done:
         self.checkpoints.wait()
-        if self.checkpoints.failure is not None:
-            raise TrainError(self.checkpoints.failure)
+        self.world.agree(self._check_saved)  # a rank that was lost while saving is noticed here
         finished = self.step >= self.steps
         if finished and self.world.leads:
             self._summarise()
@@ -241,6 +247,10 @@ class Training:
                 "The same command goes on from there"
             )
         return Done(self.step, finished, self.validation_loss)
+
+    def _check_saved(self) -> None:
+        if self.checkpoints.failure is not None:
+            raise TrainError(self.checkpoints.failure)
 
     def _summarise(self) -> None:
         before = self.folder / run.SUMMARY
@@ -277,13 +287,13 @@ def validate(engine: Engine, held_out: Loader, config: Config, world: World) -> 
     wanted = max(1, config.train.validation_tokens // config.model.context)
     count, rows = min(held_out.windows, wanted), config.train.micro_batch
     total = 0.0
-    for start in range(0, count, rows * world.size):
+    for start in range(0, count, rows * engine.data_size):
         # All ranks run each round, since a sharded model is gathered together; beyond the end it does not count.
-        first = start + world.rank * rows
+        first = start + engine.data_rank * rows
         size = min(rows, count - first)
         loss = engine.evaluate(held_out.batch(min(first, count - 1), max(1, size)))
         total += loss * max(0, size)
-    return world.sum([total])[0] / count
+    return world.sum([total])[0] * engine.data_size / (world.size * count)
 
 
 @contextmanager
@@ -297,21 +307,25 @@ def stop_signals(alone: bool) -> Iterator[Callable[[], bool]]:
         received.append(number)
 
     before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+    ends_here = alone  # where one of many fails, torchrun terminates the others, which still have to say why
     try:
         yield lambda: bool(received)
+        ends_here = True
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        if ends_here:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 def check_batch(config: Config, processes: int) -> None:
-    """Refuse a global batch that does not cut into equal shares."""
+    """Refuse a global batch with too few micro-batches."""
     train = config.train
-    if train.global_batch % (train.micro_batch * processes):
+    ranks = engine_mesh(config, processes).data
+    if train.global_batch < train.micro_batch * ranks:
         raise TrainError(
             f"train.global_batch={train.global_batch} does not cut into micro-batches of "
-            f"train.micro_batch={train.micro_batch} on {processes} processes: use a micro_batch that divides "
-            f"{train.global_batch / processes:g}, or another number of processes"
+            f"train.micro_batch={train.micro_batch} on {ranks} data-parallel ranks, one for each at least: use a "
+            f"global_batch of {train.micro_batch * ranks} or more, a smaller micro_batch, or fewer processes"
         )
 
 

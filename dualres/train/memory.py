@@ -23,14 +23,17 @@ from torch.utils._pytree import tree_leaves
 from dualres.config import Config
 from dualres.model.block import ResidualBlock, recompute_blocks
 from dualres.model.decoder import Decoder, build_decoder
+from dualres.model.objective import Objective, chunked_cross_entropy, document_numbers
 from dualres.ops import choice
-from dualres.train.objective import Objective, chunked_cross_entropy, document_numbers
 
 ACTIVATIONS = "activations"  # the part that `torch.compile` makes smaller
 WIDTH = {"fp32": 4, "bf16": 2}  # bytes
 FLOAT32 = 4
 # Elements that DeepSpeed sends, and holds gathered, at a time: its defaults.
 BUCKET, GATHERED = 500_000_000, 1_000_000_000
+
+
+History = list[tuple[torch.Size, torch.dtype]]  # of its states
 
 
 class Part(NamedTuple):
@@ -53,7 +56,7 @@ class Pass(NamedTuple):
 class Call(NamedTuple):
     """How a module was called: the shapes of the history, the context, and the bytes that were alive."""
 
-    history: list[tuple[torch.Size, torch.dtype]]
+    history: History
     context: dict[str, Any]
     alive: int
 
@@ -123,30 +126,42 @@ def measure(objective: Objective, shape: tuple[int, int], *, autocast: bool, kee
     most = max(len(block.branches) for block in blocks)
     # The last sees the longest history; where it is a short one, the last of full length may take more.
     candidates = {blocks[-1], [block for block in blocks if len(block.branches) == most][-1]}
-    backward = max(_backward(block, seen[block], precision, keep_gradients) for block in candidates)
+    backward = max(
+        backward_work(block, seen[block].history, seen[block].context, precision, keep_gradients=keep_gradients)
+        for block in candidates
+    )
     by_readout = before - seen[readout].alive  # gone when the blocks' turn comes
     return Pass(kept - by_loss, by_loss, peak - kept, max(0, backward - by_readout))
 
 
-def _backward(
-    block: ResidualBlock, call: Call, precision: contextlib.AbstractContextManager[Any], keep_gradients: bool
+def backward_work(
+    block: ResidualBlock,
+    history: History,
+    context: dict[str, Any],
+    precision: contextlib.AbstractContextManager[Any],
+    *,
+    keep_gradients: bool,
 ) -> int:
-    """The most that a block's backward pass holds above what its forward pass has left."""
-    states = [torch.zeros(shape, dtype=dtype, requires_grad=True) for shape, dtype in call.history]
-    shared = [value for value in vars(call.context["context"]).values() if isinstance(value, Tensor)]
-    older = [*block.parameters(), *states, *shared]
+    """The most that a block's backward pass holds above what its forward pass has left, which is run too."""
+    states = [torch.zeros(shape, dtype=dtype, requires_grad=True) for shape, dtype in history]
+    older = [*block.parameters(), *states, *shared_tensors(context)]
     if keep_gradients:
         for parameter in block.parameters():
             parameter.grad = torch.zeros_like(parameter)
             older.append(parameter.grad)
     with Live(older) as live:
         with precision:
-            out = block(*states, **call.context)
+            out = block(*states, **context)
         left = live.now - out.nbytes
         for state in states:  # what later blocks and the readout have sent back
             state.grad = torch.zeros_like(state)
         out.backward(torch.zeros_like(out))
         return live.peak - left
+
+
+def shared_tensors(context: dict[str, Any]) -> list[Tensor]:
+    """What all blocks are called with: rotary tables and a mask."""
+    return [value for value in vars(context["context"]).values() if isinstance(value, Tensor)]
 
 
 class Live(TorchDispatchMode):

@@ -4,12 +4,15 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from dualres.config import Config
+from dualres.config import Config, ConfigError
 from dualres.model.accounting import Flops, Parameters, flops_per_token, parameters
 from dualres.model.decoder import build_decoder
 from dualres.model.recompute import Recompute
+from dualres.parallel.mesh import Mesh
+from dualres.parallel.pipeline import micro_batches
 from dualres.progress import short
 from dualres.table import table
+from dualres.train.build import engine_mesh
 from dualres.train.checks import Check, Places, check_start, engine_or_asked
 from dualres.train.memory import ACTIVATIONS, Part, memory, total
 from dualres.train.recipe import learning_rate, steps_of
@@ -27,8 +30,9 @@ class Batch(NamedTuple):
     """How a step is cut."""
 
     micro_batch: int  # sequences
-    ranks: int
-    accumulation: float  # micro-batches of a rank; a fraction where the batch does not cut
+    gpus: int
+    ranks: int  # that are data-parallel
+    accumulation: int  # micro-batches of a rank, with those that fill up a batch that does not divide
     tokens_per_step: int
     steps: int
     tokens: int
@@ -97,7 +101,7 @@ def as_text(plan: Plan, title: str) -> str:
     count, flops, batch, schedule = plan.parameters, plan.flops, plan.batch, plan.schedule
     held = [*((part.name, f"{part.bytes / GIB:.2f}", part.what) for part in plan.memory)]
     lines = [
-        f"{title}: {_number(batch.ranks, 'GPU')} with {plan.engine}; nothing was started",
+        f"{title}: {_number(batch.gpus, 'GPU')} with {plan.engine}; nothing was started",
         "",
         f"parameters            {count.total:,} with vocabulary, {count.total - count.vocabulary:,} without",
         f"  active per token    {count.active:,}",
@@ -127,8 +131,12 @@ def as_text(plan: Plan, title: str) -> str:
 def _batch(config: Config, ranks: int) -> Batch:
     train = config.train
     tokens, steps = train.global_batch * config.model.context, steps_of(train, config.model.context)
-    accumulation = train.global_batch / (train.micro_batch * ranks)
-    return Batch(train.micro_batch, ranks, accumulation, tokens, steps, tokens * steps)
+    try:
+        mesh = engine_mesh(config, ranks)
+    except ConfigError:  # a check says so
+        mesh = Mesh(data=ranks)
+    accumulation = micro_batches(train.global_batch, train.micro_batch, mesh)
+    return Batch(train.micro_batch, ranks, mesh.data, accumulation, tokens, steps, tokens * steps)
 
 
 def _schedule(config: Config) -> Schedule:
@@ -142,6 +150,9 @@ def _schedule(config: Config) -> Schedule:
 
 def _memory(config: Config, ranks: int, parts: list[Part], gpu_memory: float | None) -> Check:
     needed = f"{total(parts) / GIB:.1f} GiB"
+    parallel = config.train.parallel
+    if engine_or_asked(config, ranks) == "fsdp2" and max(parallel.tensor, parallel.pipeline, parallel.expert) > 1:
+        return Check("memory", "note", f"{needed} if all ranks were data-parallel: dualres plan counts this mesh")
     if gpu_memory is None:
         return Check("memory", "note", f"{needed} on each rank: give --gpu-memory GiB to compare")
     limit = USABLE * gpu_memory * GIB
@@ -182,7 +193,7 @@ def _changes(config: Config, ranks: int) -> Iterator[tuple[str, Config, int]]:
     if config.train.engine == "single":
         return
     for more in (2 * ranks, 4 * ranks, 8 * ranks):
-        if least.train.global_batch % (least.train.micro_batch * more) == 0:
+        if least.train.global_batch >= least.train.micro_batch * more:
             yield " and ".join(filter(None, [change, f"{more} GPUs"])), least, more
 
 

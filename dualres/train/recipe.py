@@ -6,19 +6,24 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from dualres.config import TrainConfig
 
 
 def optimizer_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """The parameters in two groups for AdamW: matrices decay; norms, queries, gates, biases and scales do not."""
+    """The parameters in groups for AdamW: matrices decay; norms, queries, gates, biases and scales do not.
+
+    Those that are spread over other ranks than the rest have groups of their own, as one operation cannot take both.
+    """
     matrices = {id(p) for p in _matrices(model)}
-    decaying = [p for p in model.parameters() if id(p) in matrices]
-    others = [p for p in model.parameters() if id(p) not in matrices]
-    return [
-        {"params": decaying, "weight_decay": weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
+    groups: dict[Any, list[Tensor]] = {}
+    for decays in (True, False):
+        for p in model.parameters():
+            if (id(p) in matrices) == decays:
+                spread = p.device_mesh if isinstance(p, DTensor) else None
+                groups.setdefault((decays, spread), []).append(p)
+    return [{"params": held, "weight_decay": weight_decay if decays else 0.0} for (decays, _), held in groups.items()]
 
 
 def _matrices(model: nn.Module) -> Iterator[Tensor]:
@@ -45,8 +50,14 @@ def steps_of(train: TrainConfig, context: int) -> int:
 
 
 def adamw(model: nn.Module, train: TrainConfig) -> torch.optim.AdamW:
-    """AdamW with the recipe's settings; the learning rate is set anew at every step."""
+    """AdamW with the recipe's settings; the learning rate is set anew at every step.
+
+    A parameter without memory belongs to another rank of a pipeline, and to its optimizer.
+    """
     groups = optimizer_groups(model, train.weight_decay)
+    for group in groups:
+        group["params"] = [p for p in group["params"] if not p.is_meta]
+    groups = [group for group in groups if group["params"]]
     return torch.optim.AdamW(groups, lr=train.learning_rate, betas=train.betas, eps=train.adam_eps, fused=True)
 
 

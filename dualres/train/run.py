@@ -38,6 +38,7 @@ MAY_CHANGE: Set[str] = {
     "train.checkpoint_every",
     "train.keep_checkpoints",
     "train.untimed_steps",
+    "train.timeout",
     "train.peak_flops",
     "analyze.every",
 }

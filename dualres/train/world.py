@@ -3,17 +3,23 @@
 import contextlib
 import copy
 import os
+import time
+import uuid
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from dualres.train.errors import TrainError
 from dualres.train.heap import keep_freed_memory
+from dualres.train.lost import answering, named_ranks, naming_lost_ranks
 
 T = TypeVar("T")
+STARTING = timedelta(minutes=30)  # that ranks have to come, and then for each other until `limit_waiting`
 VARIABLES = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0}  # set by torchrun, with what one process has
 
 
@@ -80,6 +86,11 @@ def _sendable(error: Exception | None) -> Exception | None:
         return RuntimeError(repr(error))
 
 
+def world_size() -> int:
+    """How many processes `torchrun` has started."""
+    return int(os.environ.get("WORLD_SIZE", VARIABLES["WORLD_SIZE"]))
+
+
 @contextlib.contextmanager
 def join_world(device: str | None = None) -> Iterator[World]:
     """Join the processes that `torchrun` started, or be alone; with a GPU each where there are GPUs."""
@@ -98,9 +109,58 @@ def join_world(device: str | None = None) -> Iterator[World]:
     if size == 1:
         yield World(0, 1, place, None, None)
         return
-    dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo", timeout=timedelta(minutes=30))
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo",
+        timeout=STARTING,
+        store=_store_of_start(),
+        rank=rank,
+        world_size=size,
+    )
     try:
-        yield World(rank, size, place, dist.new_group(backend="gloo"), dist.new_group(backend="gloo"))
-        dist.barrier()  # without it a process may leave while another still talks to it
+        world = World(rank, size, place, dist.new_group(backend="gloo"), dist.new_group(backend="gloo"))
+        with answering(world), naming_lost_ranks(world):
+            yield world
+            dist.barrier()  # without it a process may leave while another still talks to it
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _store_of_start() -> Any:
+    """Where the processes find each other. `torchrun` keeps one store over restarts, with the addresses of the dead."""
+    store, rank, size = next(rendezvous("env://", timeout=STARTING))
+    return PrefixStore(name_start(store, rank, size), store)
+
+
+def name_start(store: Any, rank: int, size: int, limit: timedelta = STARTING) -> str:
+    """A name for this start that all its ranks know and no earlier one had. (Each agent of `torchrun` counts its own.)
+
+    Each rank asks with an id of its own. Rank 0 answers whatever id it finds, a dead one's too, until all have heard.
+    """
+    own, minutes = uuid.uuid4().hex, limit.total_seconds() / 60
+    if rank > 0:
+        store.set(f"rank {rank} asks", own)
+        try:
+            store.wait([f"answer to {own}"], limit)
+        except RuntimeError as error:
+            raise TrainError(f"rank 0 of {size} did not come within {minutes:g} minutes: see its output") from error
+        name = store.get(f"answer to {own}").decode()
+        store.set(f"{name} has reached rank {rank}", "yes")
+        return name
+    left, end = set(range(1, size)), time.monotonic() + limit.total_seconds()
+    while left:
+        for other in left:
+            if store.check([f"rank {other} asks"]):
+                store.set(f"answer to {store.get(f'rank {other} asks').decode()}", own)
+        left = {other for other in left if not store.check([f"{own} has reached rank {other}"])}
+        if left and time.monotonic() > end:
+            raise TrainError(f"{named_ranks(left)} of {size} did not come within {minutes:g} minutes: see their output")
+        time.sleep(0.05)
+    return own
+
+
+def limit_waiting(seconds: float) -> None:
+    """From now on, a rank that waits so long for another gives up, in every group there is."""
+    if dist.is_initialized():
+        for group in dist.distributed_c10d._world.pg_map:
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)

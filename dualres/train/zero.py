@@ -2,6 +2,7 @@
 # B batch  T tokens
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,9 +11,9 @@ from torch import Tensor, nn
 from dualres.config import Config
 from dualres.extras import need
 from dualres.model.context import RouterReport
-from dualres.train.engine import Engine, Losses
+from dualres.model.objective import Objective
+from dualres.train.engine import Engine, Losses, Micro
 from dualres.train.errors import TrainError
-from dualres.train.objective import Objective
 from dualres.train.recipe import adamw, fresh_state
 from dualres.train.world import World
 
@@ -32,7 +33,7 @@ class DeepSpeedEngine(Engine):
         self.access = need("deepspeed.utils", "deepspeed", "train.engine=deepspeed")
         settings = {
             "train_micro_batch_size_per_gpu": train.micro_batch,
-            "gradient_accumulation_steps": train.global_batch // (train.micro_batch * world.size),
+            "gradient_accumulation_steps": -(-train.global_batch // (train.micro_batch * world.size)),
             "gradient_clipping": train.clip,
             "zero_optimization": {"stage": stage},
             "zero_allow_untested_optimizer": True,
@@ -48,15 +49,19 @@ class DeepSpeedEngine(Engine):
         self.parameters = dict(self.decoder.named_parameters())
         self._create_moments(config.model.context)
 
-    def accumulate(self, sequences: Tensor, share: float, last: bool) -> Losses:
-        """Add `share` of a micro-batch's gradient. sequences (B,T+1)"""
-        report = RouterReport(scale=share)
-        self.deepspeed.set_gradient_accumulation_boundary(last)
-        loss = self.wrapped(sequences.to(self.world.device), report)
-        self.deepspeed.backward(loss * share, scale_wrt_gas=False)
-        if not last:
-            self.deepspeed.step()  # which only counts
-        return Losses(loss.item(), report.mean().item() if report.losses else 0.0)
+    def accumulate(self, micro_batches: Sequence[Micro]) -> Losses:
+        """One after the other."""
+        language = router = 0.0
+        for number, (sequences, share) in enumerate(micro_batches, 1):
+            report, last = RouterReport(scale=share), number == len(micro_batches)
+            self.deepspeed.set_gradient_accumulation_boundary(last)
+            loss = self.wrapped(sequences.to(self.world.device), report)
+            self.deepspeed.backward(loss * share, scale_wrt_gas=False)
+            if not last:
+                self.deepspeed.step()  # which only counts
+            language += share * loss.item()
+            router += share * (report.mean().item() if report.losses else 0.0)
+        return Losses(language, router)
 
     def update(self, learning_rate: float, clip: float) -> float:
         """DeepSpeed clips by its own setting and tells the norm only after the step."""
@@ -106,7 +111,7 @@ class DeepSpeedEngine(Engine):
             for flat in group["params"]:
                 self.adamw.state[flat] = fresh_state(flat)
         nothing = torch.zeros(1, context + 1, dtype=torch.long)
-        self.accumulate(nothing, 0.0, last=True)
+        self.accumulate([Micro(nothing, 0.0)])
         self.update(0.0, 1.0)
         for state in self.adamw.state.values():
             state["step"].zero_()

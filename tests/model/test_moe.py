@@ -13,7 +13,7 @@ from torch.nn.functional import linear, silu
 from dualres.config import ResidualConfig
 from dualres.model.context import Context, RouterReport
 from dualres.model.decoder import Decoder
-from dualres.model.moe import MoE, router_logits
+from dualres.model.moe import Experts, MoE, Together, router_logits
 from tests.small import (
     MOE,
     RESIDUALS,
@@ -293,3 +293,24 @@ def test_router_decides_in_float32_under_autocast(dtype, monkeypatch):
 def test_router_logits_keep_float64():
     tokens, weight = torch.randn(5, WIDTH, dtype=torch.float64), torch.randn(EXPERTS, WIDTH, dtype=torch.float64)
     assert torch.equal(router_logits(tokens, weight), tokens @ weight.T)
+
+
+class Counting(Together):
+    """Looks at the counts, as experts on other ranks need it: a compiler has to leave off there and begin anew."""
+
+    def apply(self, experts: Experts, rows: Tensor, assigned: Tensor) -> Tensor:
+        assigned.tolist()
+        return experts(rows, assigned)
+
+
+def test_compiled_in_pieces_the_auxiliary_gradient_is_there():
+    found = {}
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        moe = moe_alone()
+        moe.aux_coefficient, moe.spread = 1.0, Counting()
+        run = torch.compile(moe, backend="aot_eager") if compiled else moe
+        run(torch.randn(2, 7, WIDTH, generator=torch.Generator().manual_seed(2)), context=context()).sum().backward()
+        assert moe.router.weight.grad is not None
+        found[compiled] = moe.router.weight.grad
+    assert relative_error(found[True], found[False]) < 1e-5

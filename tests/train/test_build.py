@@ -1,14 +1,16 @@
 """What the config says reaches the engine."""
 
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from dualres.train.build import build_engine
+from dualres.model.objective import document_numbers
+from dualres.parallel.mesh import Mesh
+from dualres.train.build import build_engine, compile_mode
 from dualres.train.engine import TorchEngine
-from dualres.train.objective import document_numbers
 from dualres.train.speed import Speed
 from tests.train.tiny import ALONE, tiny_config
 
@@ -69,3 +71,11 @@ def test_the_first_steps_are_not_timed():
     assert speed.overall() == 2 * 4 * 32 / 4
     speed.seconds = [100.0, 50.0]
     assert speed.overall() is None
+
+
+def test_pipelines_compile_without_cuda_graphs():
+    train = dataclasses.replace(tiny_config().train, compile="max-autotune")
+    assert compile_mode(train, Mesh(data=4, tensor=2)) == "max-autotune"
+    assert compile_mode(train, Mesh(data=2, pipeline=2)) == "max-autotune-no-cudagraphs"
+    assert compile_mode(dataclasses.replace(train, compile="default"), Mesh(pipeline=2)) == "default"
+    assert "max-autotune-no-cudagraphs" in torch._inductor.list_mode_options()

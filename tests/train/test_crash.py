@@ -170,6 +170,7 @@ def test_a_full_disk_during_a_save(ranks: int, data: Path, whole: Path, tmp_path
     assert limited.wait(DEADLINE) != 0
     assert f"checkpoint {folder / run.CHECKPOINTS / f'step-{STEPS:09d}'} was not saved: " in said(folder)
     assert "File too large" in said(folder)
+    assert "is the disk full?" in said(folder)
     assert checkpoints(folder)[-1] == before
     assert damage(before) == []
     assert not saving(folder)

@@ -2,10 +2,7 @@
 
 import importlib.util
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,9 +15,10 @@ from dualres.train.build import engine_name
 from dualres.train.errors import TrainError
 from dualres.train.load import load_run
 from dualres.train.loop import train
+from tests.launching import torchrun
 from tests.small import relative_error
 from tests.train.engine_worker import CASES, SHORT, name
-from tests.train.tiny import ALONE, ROOT, Told, losses, rows, tiny_config, train_tiny
+from tests.train.tiny import ALONE, Told, losses, rows, tiny_config, train_tiny
 
 GROUPS = [
     pytest.param("torch"),
@@ -49,18 +47,7 @@ def alone(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pat
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="this PyTorch was built without gloo")
 @pytest.mark.parametrize("group", GROUPS)
 def test_two_processes_train_like_one(group: str, alone: dict[str, Path], data: Path, tmp_path: Path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += ["-m", "tests.train.engine_worker", group, str(data), str(tmp_path), str(alone["start"])]
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    torchrun("tests.train.engine_worker", 2, group, str(data), str(tmp_path), str(alone["start"]))
     assert json.loads((tmp_path / "errors.json").read_text()) == {}
     for case in CASES[group]:
         ours, wanted = tmp_path / name(*case), alone[case[2]]

@@ -19,13 +19,13 @@ from dualres.data.loader import Loader
 from dualres.data.shards import INDEX, TOKENIZER, read_index
 from dualres.data.tokenizer import train_bpe
 from dualres.model.decoder import Decoder, build_decoder
+from dualres.model.objective import Objective
 from dualres.train import run
 from dualres.train.checkpoint import STATE, Checkpoints, damage
 from dualres.train.errors import TrainError
 from dualres.train.load import load_run
 from dualres.train.log import SPEED, read_rows
 from dualres.train.loop import check_batch
-from dualres.train.objective import Objective
 from dualres.train.recipe import learning_rate
 from tests.train.tiny import (
     STEPS,

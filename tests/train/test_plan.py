@@ -16,6 +16,7 @@ from dualres.files import LOCK
 from dualres.model.accounting import parameters
 from dualres.model.decoder import build_decoder
 from dualres.train import checkpoint, run
+from dualres.train.checks import unused_mesh
 from dualres.train.memory import memory, total
 from dualres.train.plan import USABLE
 from dualres.train.recipe import learning_rate
@@ -42,11 +43,9 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    ("scale", "batch", "steps", "accumulation"), [("1b", 256, 47_683, 16), ("moe-7b", 128, 60_000, 8)]
-)
+@pytest.mark.parametrize(("scale", "batch", "steps", "ranks"), [("1b", 256, 47_683, 8), ("moe-7b", 128, 60_000, 4)])
 def test_the_papers_large_models(
-    scale: str, batch: int, steps: int, accumulation: int, elsewhere: Path, capsys: pytest.CaptureFixture[str]
+    scale: str, batch: int, steps: int, ranks: int, elsewhere: Path, capsys: pytest.CaptureFixture[str]
 ):
     assert main(["train", scale, "dar-block", "--dry-run", "--gpus", "8"]) == 0
     text = capsys.readouterr().out
@@ -54,14 +53,14 @@ def test_the_papers_large_models(
     count = parameters(build_decoder(config.model, config.residual, device="meta"))
     for number in count:
         assert f"{number:,}" in text
-    assert f"{4096 * batch:,}: 8 ranks × micro-batch 2 × {accumulation} accumulation steps" in text
+    assert f"{4096 * batch:,}: {ranks} ranks × micro-batch 2 × 16 accumulation steps" in text
     assert f"{steps:,}, {steps * 4096 * batch:,} tokens in all" in text
     assert "0.0003 at step 2,000 after 2,000 of warmup, cosine decay to 3e-05" in text
     for step in (1, 1000, 2000, steps):
         assert f"{step:>6,}  {learning_rate(step - 1, steps, config.train):.3e}" in text
     assert f"{total(memory(config, 'fsdp2', 8)) / GIB:.2f}" in text
     assert "FineWeb-Edu-100B" in text
-    assert "zero_stage=1: the paper's mesh; fsdp2 trains data-parallel" in text
+    assert "train.parallel zero_stage=1: not used by fsdp2: DeepSpeed's" in text
     assert "estimate that no GPU has confirmed" in text
     assert f"torchrun --nproc-per-node 8 -m dualres train {scale} dar-block\n" in text
     assert list(elsewhere.iterdir()) == []  # neither data nor a run
@@ -92,6 +91,7 @@ def test_a_plan_that_can_start(data: Path, elsewhere: Path, capsys: pytest.Captu
     assert made["engine"] == "fsdp2"
     assert made["batch"] == {
         "micro_batch": 2,
+        "gpus": 2,
         "ranks": 2,
         "accumulation": 1,
         "tokens_per_step": 4 * 32,
@@ -187,6 +187,26 @@ def test_a_folder_of_another_run(whole: Path, data: Path, elsewhere: Path, capsy
     state, says = planned_folder(folder, data, capsys)
     assert state == "problem"
     assert "has no config.json" in says
+
+
+@pytest.mark.parametrize(
+    ("gpus", "parallel", "says"),
+    [
+        (2, {}, "4 = 2 ranks × 1 × 2 micro-batches"),
+        (3, {}, "4 = 3 ranks × 1 × 2 micro-batches, less 2 that run and count for nothing"),
+        (2, {"train__parallel__pipeline": 2}, "4 = 1 ranks × 1 × 4 micro-batches"),
+        (4, {"train__parallel__pipeline": 2, "train__global_batch": 2}, "2 = 2 ranks × 1 × 2 micro-batches, less 2"),
+    ],
+)
+def test_a_batch_that_is_filled_up(
+    gpus: int, parallel: dict[str, Any], says: str, data: Path, elsewhere: Path, capsys: pytest.CaptureFixture[str]
+):
+    changes = {"train__micro_batch": 1, "train__global_batch": 4, "residual__layers_per_block": 1, **parallel}
+    _, made = plan_of(*tiny("--data", str(data), "--gpus", str(gpus), **changes), capsys=capsys)
+    state, found = checks_of(made)["batch"]
+    assert found.startswith(says)
+    assert state == ("note" if "less" in says else "ok")
+    assert made["batch"]["accumulation"] == int(says.split()[7])
 
 
 def test_tokens_that_are_seen_again(data: Path, elsewhere: Path, capsys: pytest.CaptureFixture[str]):
@@ -290,12 +310,18 @@ def test_a_start_says_which_mesh_it_does_not_use(tmp_path: Path):
     progress = Told()
     introduce(load_config("moe-7b", "dar-block"), given, tmp_path, ALONE, progress)
     assert progress.said[1:] == [
-        "train.parallel tensor=2, expert=4, sequence_parallel=True, zero_stage=1: the paper's mesh; single trains "
-        "data-parallel, which computes the same"
+        "train.parallel tensor=2, expert=4, sequence_parallel=True, zero_stage=1: not used by single: the engine "
+        "trains data-parallel, which computes the same"
     ]
     progress = Told()
     introduce(tiny_config(), given, tmp_path, ALONE, progress)
     assert len(progress.said) == 1
+    config = load_config("moe-7b", "dar-block")
+    assert unused_mesh(config, "deepspeed") == (
+        "train.parallel tensor=2, expert=4, sequence_parallel=True: not used by deepspeed: the engine trains "
+        "data-parallel, which computes the same"
+    )
+    assert unused_mesh(config, "fsdp2") == "train.parallel zero_stage=1: not used by fsdp2: DeepSpeed's"
 
 
 @pytest.mark.parametrize("arguments", [["--gpus", "8"], ["--gpu-memory", "80"], ["--json"]], ids=str)

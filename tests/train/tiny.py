@@ -7,7 +7,7 @@ import pydoc_data.topics
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -111,11 +111,24 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def launch(
-    data: Path, folder: Path, *, ranks: int = 1, residual: str = "dar-block", limit: Any = None, **changes: Any
+    data: Path,
+    folder: Path,
+    *,
+    ranks: int = 1,
+    restarts: int = 0,
+    agent: Sequence[str] = ("--standalone",),
+    program: str = "dualres",
+    residual: str = "dar-block",
+    limit: Any = None,
+    **changes: Any,
 ) -> subprocess.Popen[str]:
-    """`dualres train` as a user starts it, in a session of its own; its output goes to `folder`.log."""
-    many = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
-    command = [sys.executable, *many, "-m", "dualres", "train", "nano", residual]
+    """`dualres train` as a user starts it, in a session of its own; its output goes to `folder`.log.
+
+    `agent`: what `torchrun` is told of the others. `program`: a module that takes the same arguments.
+    """
+    torchrun = ["-m", "torch.distributed.run", *agent, f"--nproc-per-node={ranks}", f"--max-restarts={restarts}"]
+    many = torchrun if ranks > 1 or "--standalone" not in agent else []
+    command = [sys.executable, *many, "-m", program, "train", "nano", residual]
     command += ["--data", str(data), "--out", str(folder), "--device", "cpu"]
     for override in overrides(**changes):
         command += ["--set", override]

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 
 from dualres.model.decoder import build_decoder
-from dualres.train.objective import Objective, chunked_cross_entropy, document_numbers
+from dualres.model.objective import Objective, chunked_cross_entropy, document_numbers
 from tests.small import RESIDUALS, model_config, random_tokens, relative_error
 
 N, D, V = 37, 29, 123

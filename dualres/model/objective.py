@@ -1,6 +1,7 @@
 """What training minimises: the mean cross-entropy of the next token, without ever holding all logits."""
 # B batch  T tokens  D width  V vocabulary
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,6 +9,8 @@ from torch import Tensor, nn
 
 from dualres.model.context import RouterReport
 from dualres.model.decoder import Decoder
+
+CrossEntropy = Callable[[Tensor, Tensor, Tensor, int], Tensor]  # hidden, weight, targets, rows at a time -> the mean
 
 
 class Objective(nn.Module):
@@ -17,30 +20,43 @@ class Objective(nn.Module):
     at each other; without it a token sees all of its sequence, whatever documents were packed into it.
     """
 
-    def __init__(self, decoder: Decoder, loss_rows: int, end_of_text: int | None = None):
+    def __init__(
+        self,
+        decoder: Decoder,
+        loss_rows: int,
+        end_of_text: int | None = None,
+        cross_entropy: CrossEntropy | None = None,
+    ):
         super().__init__()
         self.decoder, self.loss_rows, self.end_of_text = decoder, loss_rows, end_of_text
+        self.cross_entropy = cross_entropy or chunked_cross_entropy
 
     def forward(self, sequences: Tensor, report: RouterReport | None = None) -> Tensor:
         """The mean over all predicted tokens, in nats. (B,T+1) -> ()"""
-        tokens, targets = sequences[:, :-1], sequences[:, 1:]
-        documents = None if self.end_of_text is None else document_numbers(tokens, self.end_of_text)
-        hidden = self.decoder.hidden(tokens, documents=documents, report=report)
+        tokens = sequences[:, :-1]
+        return self.loss(self.decoder.hidden(tokens, documents=self.documents(tokens), report=report), sequences)
+
+    def documents(self, tokens: Tensor) -> Tensor | None:
+        """The number of each token's document, where documents must not look at each other. (B,T) -> (B,T)"""
+        return None if self.end_of_text is None else document_numbers(tokens, self.end_of_text)
+
+    def loss(self, hidden: Tensor, sequences: Tensor) -> Tensor:
+        """Of normed states. (B,T,D), (B,T+1) -> ()"""
         rows, weight = self.decoder.vocabulary.output_product(hidden)
-        return chunked_cross_entropy(rows.flatten(0, 1), weight, targets.flatten(), self.loss_rows)
+        return self.cross_entropy(rows, weight, sequences[:, 1:], self.loss_rows)
 
 
 def chunked_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, rows: int) -> Tensor:
     """mean_n −log softmax(hidden_n · weightᵀ)[target_n], with the logits of `rows` tokens at a time.
 
-    hidden (N,D), weight (V,D), targets (N) -> (), in float32 at least. The products run in the dtype of `hidden`, or in
+    hidden (…,D), weight (V,D), targets (…) -> (), in float32 at least. The products run in the dtype of `hidden`, or in
     autocast's; softmax and sums in float32. (PyTorch's own `linear_cross_entropy` rounds the loss to bfloat16.)
     """
     device = hidden.device.type
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
-    return ChunkedCrossEntropy.apply(hidden, weight, targets, rows)
+    return ChunkedCrossEntropy.apply(hidden.flatten(0, -2), weight, targets.flatten(), rows)
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
@@ -65,10 +81,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             error.scatter_add_(-1, target, error.new_full((), -1.0).expand(target.shape))
             error = error.div_(len(hidden)).to(hidden.dtype)
             torch.mm(error, weight, out=grad_hidden[start : start + rows])
-            if precise == hidden.dtype:
-                grad_weight.addmm_(error.T, h)
-            else:
-                grad_weight += error.T @ h
+            add_product(grad_weight, error.T, h)
         if grad_hidden is not None and grad_weight is not None:
             ctx.save_for_backward(grad_hidden, grad_weight.to(weight.dtype))
         return total / len(hidden)
@@ -78,6 +91,14 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         """What the forward pass made, times the gradient of the loss."""
         grad_hidden, grad_weight = ctx.saved_tensors
         return grad_hidden * grad.to(grad_hidden.dtype), grad_weight * grad.to(grad_weight.dtype), None, None
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a b, without a copy of it where the dtypes are one. (V,D), (V,rows), (rows,D)"""
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    else:
+        total += a @ b
 
 
 def document_numbers(tokens: Tensor, end_of_text: int) -> Tensor:

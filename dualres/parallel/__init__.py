@@ -1,0 +1,1 @@
+"""Parallelism beside the model, never inside it: expert, tensor, sequence and pipeline."""

@@ -1,0 +1,68 @@
+"""Expert parallelism: whole experts spread over ranks, and every token's row sent to the rank of its expert and back.
+
+Each of W ranks keeps E/W experts. A rank sorts its rows by expert, so those of one rank lie together: one uneven
+all-to-all takes them there, and another, with the sizes exchanged, brings the results back. No token is dropped.
+"""
+# M rows here, grouped by expert  Q rows that arrive  D width  E experts  W ranks
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from dualres.model.moe import Experts, MoE, Together
+from dualres.parallel.mesh import Groups
+
+
+class Spread(Together):
+    """The experts of a layer over the ranks of `experts`, the tokens of a micro-batch over those of `tensor`."""
+
+    def __init__(self, experts: DeviceMesh, tensor: DeviceMesh):
+        self.experts, self.tensor = experts.get_group(), tensor.get_group()
+        self.ranks, self.shards = experts.size(), tensor.size()
+
+    def total(self, assigned: Tensor) -> Tensor:
+        """The assignments of all shards of the micro-batch. (E,) -> (E,)"""
+        if self.shards == 1:
+            return assigned
+        together = assigned.clone()
+        dist.all_reduce(together, group=self.tensor)
+        return together
+
+    def apply(self, experts: Experts, rows: Tensor, assigned: Tensor) -> Tensor:
+        """There, through the experts, and back. (M,D), (E,) -> (M,D)"""
+        arriving = torch.empty_like(assigned)  # rows of each rank for each expert here, (W·E/W,)
+        dist.all_to_all_single(arriving, assigned, group=self.experts)
+        arriving = arriving.view(self.ranks, -1)
+        there = assigned.view(self.ranks, -1).sum(1).tolist()
+        here = arriving.sum(1).tolist()
+        arrived = all_to_all_single_autograd(rows, here, there, self.experts)  # (Q,D) by rank, then by expert
+        order = by_expert(arriving)
+        out = experts(arrived[order], arriving.sum(0))
+        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        return all_to_all_single_autograd(out[back], there, here, self.experts)
+
+    def own(self, weight: Tensor) -> Tensor:
+        """This rank's experts."""
+        assert isinstance(weight, DTensor)
+        return weight.to_local()
+
+
+def by_expert(arriving: Tensor) -> Tensor:
+    """The order that groups rows by expert which lie by rank and then by expert. (W,E/W) -> (Q,)"""
+    ranks, experts = arriving.shape
+    which = torch.arange(experts, device=arriving.device).repeat(ranks)
+    return which.repeat_interleave(arriving.flatten()).argsort(stable=True)
+
+
+def spread_experts(unit: nn.Module, groups: Groups) -> None:
+    """Leave each rank its experts of every MoE layer in `unit`, whose weights are whole on all ranks."""
+    for module in unit.modules():
+        if isinstance(module, MoE):
+            module.spread = Spread(groups.experts, groups.tensor)
+            for name in module.matrices:
+                whole: Tensor = getattr(module, name)
+                cut = distribute_tensor(whole.detach(), groups.experts, [Shard(0)], src_data_rank=None)
+                setattr(module, name, nn.Parameter(cut))

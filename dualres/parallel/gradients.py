@@ -1,0 +1,99 @@
+"""What is left to do to gradients that FSDP2 has averaged over its own ranks, and its size over the whole mesh.
+
+A weight that is whole on all ranks of a tensor group has met only their shares of the sequences: its gradient is summed
+over the group. Experts have met the tokens of all `expert` ranks, as a sum: theirs is divided. A tied vocabulary is on
+the first and the last stage of a pipeline, and has the sum of both.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from dualres.parallel.mesh import Groups
+
+
+class Roles(NamedTuple):
+    """The parameters of a rank, by what their gradients need."""
+
+    partial: list[nn.Parameter]  # summed over the tensor group
+    experts: list[nn.Parameter]  # divided by the expert ranks
+    twofold: list[nn.Parameter]  # summed over the first and the last stage
+    copies: dict[nn.Parameter, int]  # ranks that hold the same part
+
+
+def roles(parameters: Mapping[str, nn.Parameter], groups: Groups, twofold: Sequence[str]) -> Roles:
+    """By the dimensions that each parameter is cut along; `twofold` are names."""
+    cut = {name: dimensions(parameter) for name, parameter in parameters.items()}
+    partial = [p for name, p in parameters.items() if not {"tensor", "experts"} & cut[name]]
+    return Roles(
+        partial if groups.sizes.tensor > 1 else [],
+        [p for name, p in parameters.items() if "experts" in cut[name]],
+        [parameters[name] for name in twofold],
+        {p: copies(p, groups) * (2 if name in twofold else 1) for name, p in parameters.items()},
+    )
+
+
+def copies(parameter: Tensor, groups: Groups) -> int:
+    """How many ranks of a stage hold the same part."""
+    if not isinstance(parameter, DTensor):
+        return groups.sizes.data * groups.sizes.tensor
+    placed = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
+    whole = math.prod(size for placement, size in placed if placement.is_replicate())
+    return whole * (1 if {"tensor", "experts"} & dimensions(parameter) else groups.sizes.tensor)
+
+
+def dimensions(parameter: Tensor) -> set[str]:
+    """The dimensions of the mesh that a sharded parameter is spread over."""
+    return set(parameter.device_mesh.mesh_dim_names or ()) if isinstance(parameter, DTensor) else set()
+
+
+def finish(found: Roles, groups: Groups) -> None:
+    """After the last micro-batch of a step."""
+    if found.partial:
+        sum_together(gradients(found.partial), groups.tensor.get_group())
+    if groups.sizes.expert > 1:
+        for gradient in gradients(found.experts):
+            gradient.div_(groups.sizes.expert)
+    if found.twofold and groups.ends is not None:
+        sum_together(gradients(found.twofold), groups.ends)
+
+
+def squares(found: Roles) -> float:
+    """This rank's share of the sum of squares over the whole gradient: a part that several hold counts once."""
+    held = [p for p in found.copies if p.grad is not None]
+    if not held:
+        return 0.0
+    norms = torch.stack(torch._foreach_norm(gradients(held))).double().cpu()
+    return (norms.square() / torch.tensor([found.copies[p] for p in held])).sum().item()
+
+
+def clip(found: Roles, norm: float, limit: float) -> None:
+    """Scale the gradient down to `limit`, as PyTorch does it."""
+    factor = limit / (norm + 1e-6)
+    if factor < 1:
+        torch._foreach_mul_(gradients(found.copies), factor)
+
+
+def gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    """What this rank holds of them; a parameter without one has none."""
+    return [local_gradient(p) for p in parameters if p.grad is not None]
+
+
+def local_gradient(parameter: nn.Parameter) -> Tensor:
+    """This rank's part of a gradient."""
+    grad = parameter.grad
+    assert grad is not None
+    return grad.to_local() if isinstance(grad, DTensor) else grad
+
+
+def sum_together(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Add tensors over a group, in place, in one message."""
+    together = torch.cat([tensor.flatten() for tensor in tensors])
+    dist.all_reduce(together, group=group)
+    for tensor, part in zip(tensors, together.split([t.numel() for t in tensors]), strict=True):
+        tensor.copy_(part.view_as(tensor))

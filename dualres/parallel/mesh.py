@@ -1,0 +1,171 @@
+"""The mesh of a run: how many ranks share a model and along which dimension, and whether that can be.
+
+    processes = pipeline · data · tensor,    data = rest · expert
+
+Ranks are numbered with `tensor` running fastest, then `expert`, `rest`, `pipeline`: the ranks that talk most sit
+closest. Every rank of a tensor group has a share of the sequence; whole experts are spread over the `expert` · `tensor`
+ranks that share them, so that no rank holds a slice of one.
+"""
+
+from typing import NamedTuple
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from dualres.config import Config, ConfigError
+from dualres.fields import choices, divides, divisors
+from dualres.parallel.history import cut
+from dualres.residual.registry import places
+
+
+class Mesh(NamedTuple):
+    """The size of every dimension."""
+
+    data: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    expert: int = 1  # divides `data`
+    virtual: int = 1  # chunks of blocks on each pipeline rank
+
+    @property
+    def processes(self) -> int:
+        """All ranks."""
+        return self.data * self.tensor * self.pipeline
+
+    @property
+    def rest(self) -> int:
+        """Data-parallel ranks that hold the same experts."""
+        return self.data // self.expert
+
+    @property
+    def expert_ranks(self) -> int:
+        """Ranks over which the experts of a layer are spread."""
+        return self.expert * self.tensor
+
+    def describe(self) -> str:
+        """Such as `dp4·tp2/ep4`, or `dp2·pp2×3` with three chunks on each rank."""
+        virtual = f"×{self.virtual}" if self.virtual > 1 else ""
+        named = [("dp", self.data, ""), ("tp", self.tensor, ""), ("pp", self.pipeline, virtual)]
+        shown = "·".join(f"{name}{size}{more}" for name, size, more in named if size > 1) or "dp1"
+        return f"{shown}/ep{self.expert}" if self.expert > 1 else shown
+
+
+def mesh_of(config: Config, processes: int) -> Mesh:
+    """The mesh that `train.parallel` makes of so many processes; an impossible one is refused."""
+    parallel = config.train.parallel
+    shared = parallel.tensor * parallel.pipeline
+    if processes % shared:
+        low = processes // shared * shared
+        raise ConfigError(
+            f"train.parallel.tensor={parallel.tensor} × pipeline={parallel.pipeline} = {shared} does not divide "
+            f"{processes} processes: start {' or '.join(str(n) for n in (low, low + shared) if n)}, or change the two"
+        )
+    data = processes // shared
+    mesh = Mesh(data, parallel.tensor, parallel.pipeline, parallel.expert, parallel.virtual_stages)
+    check_mesh(config, mesh)
+    return mesh
+
+
+def check_mesh(config: Config, mesh: Mesh) -> None:
+    """Refuse what cannot be cut so, before any process group starts."""
+    model, parallel = config.model, config.train.parallel
+    if parallel.context > 1:
+        raise ConfigError(
+            f"train.parallel.context={parallel.context}: context parallelism is not built, sequences are cut within a "
+            "tensor group only: use 1, and tensor with sequence_parallel for long sequences"
+        )
+    if mesh.tensor > 1:
+        if not parallel.sequence_parallel:
+            raise ConfigError(
+                f"train.parallel.tensor={mesh.tensor} with sequence_parallel=false would keep every residual stream "
+                "whole on every rank: set train.parallel.sequence_parallel=true"
+            )
+        wholes = {"heads": model.heads, "kv_heads": model.kv_heads, "context": model.context}
+        if model.ffn_width is not None:
+            wholes["ffn_width"] = model.ffn_width
+        divides("train.parallel.tensor", mesh.tensor, **wholes)
+        if -(-model.vocab_size // mesh.tensor) * (mesh.tensor - 1) >= model.vocab_size:
+            raise ConfigError(
+                f"model.vocab_size={model.vocab_size} is too small to give each of train.parallel.tensor={mesh.tensor} "
+                "ranks a range of entries: use a smaller tensor"
+            )
+    if model.moe is not None:
+        _check_experts(model.moe.experts, mesh)
+    if mesh.pipeline == 1 and mesh.virtual > 1:
+        raise ConfigError(
+            f"train.parallel.virtual_stages={mesh.virtual} needs a pipeline: set train.parallel.pipeline, or use 1"
+        )
+    blocks = block_count(config)
+    if mesh.pipeline * mesh.virtual > blocks:
+        raise ConfigError(
+            f"train.parallel.pipeline={mesh.pipeline} × virtual_stages={mesh.virtual} = "
+            f"{mesh.pipeline * mesh.virtual} chunks are more than the {blocks} blocks of {config.residual.method}, and "
+            f"stages are cut at blocks: use at most {blocks} chunks, or a smaller residual.layers_per_block"
+        )
+    if config.analyze.every is not None and mesh.tensor * mesh.pipeline > 1:
+        raise ConfigError(
+            f"analyze.every={config.analyze.every} looks at whole sequences in a whole stack, and {mesh.describe()} "
+            "cuts both: leave it out, and run dualres analyze on the checkpoints"
+        )
+
+
+def _check_experts(experts: int, mesh: Mesh) -> None:
+    fitting = [n for n in divisors(mesh.data) if experts % (n * mesh.tensor) == 0]
+    remedy = f"use expert {choices(fitting)}" if fitting else "use a smaller tensor"
+    if mesh.data % mesh.expert:
+        raise ConfigError(
+            f"train.parallel.expert={mesh.expert} does not divide the {mesh.data} data-parallel ranks of "
+            f"{mesh.processes} processes / tensor {mesh.tensor} / pipeline {mesh.pipeline}: {remedy}, or "
+            f"{mesh.expert * mesh.tensor * mesh.pipeline} processes"
+        )
+    if experts % mesh.expert_ranks:
+        raise ConfigError(
+            f"model.moe.experts={experts} are spread in whole over train.parallel.expert={mesh.expert} × "
+            f"tensor={mesh.tensor} = {mesh.expert_ranks} ranks, which does not divide them: {remedy}"
+        )
+
+
+def block_count(config: Config) -> int:
+    """N, the residual blocks of the model."""
+    return len(places(2 * config.model.layers, config.residual))
+
+
+def chunk_sizes(config: Config, mesh: Mesh) -> list[int]:
+    """The blocks of each of the pipeline's chunks; chunk c lies on pipeline rank c mod P."""
+    return cut(block_count(config), mesh.pipeline * mesh.virtual)
+
+
+class Groups(NamedTuple):
+    """PyTorch's mesh by part, as this rank sees it."""
+
+    sizes: Mesh
+    data: DeviceMesh
+    rest: DeviceMesh
+    experts: DeviceMesh  # expert · tensor
+    tensor: DeviceMesh
+    pipeline: DeviceMesh
+    ends: dist.ProcessGroup | None  # the first and the last rank of this rank's pipeline
+
+    @property
+    def data_rank(self) -> int:
+        """Which share of the data is this rank's."""
+        return self.data.get_local_rank()
+
+    @property
+    def stage(self) -> int:
+        """This rank's place in its pipeline."""
+        return self.pipeline.get_local_rank()
+
+
+def make_groups(mesh: Mesh, device: str) -> Groups:
+    """Process groups for every dimension. All ranks call it together."""
+    assert dist.get_world_size() == mesh.processes
+    names = ("pipeline", "rest", "expert", "tensor")
+    root = init_device_mesh(device, (mesh.pipeline, mesh.rest, mesh.expert, mesh.tensor), mesh_dim_names=names)
+    data = root["rest", "expert"]._flatten("data")
+    experts = root["expert", "tensor"]._flatten("experts")
+    ends = None
+    if mesh.pipeline > 1:
+        pairs = root.mesh[[0, -1]].flatten(1).T.tolist()
+        ends, _ = dist.new_subgroups_by_enumeration(pairs)
+    return Groups(mesh, data, root["rest"], experts, root["tensor"], root["pipeline"], ends)

@@ -1,0 +1,144 @@
+"""Faults among the processes of a run: those that are left name who is lost, or why one has failed, and stop in time.
+
+A rank that fails writes so into the store that `torchrun` keeps. A thread of every other rank looks there and answers;
+who has not answered in time is lost, and all say the same. Where all have answered, the one that failed may still wait
+for a checkpoint that all are saving: then the others have time until it has left.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Collection, Iterator
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+from dualres.train.errors import TrainError
+
+FAILED, LOST = "the first rank that failed, and why", "the ranks that did not answer"  # in the store
+LEFT = "a rank has left after a failure"
+# Seconds between looks whether a rank has failed; that all have to answer then; and to stop when the lost are known.
+# Together less than the 30 that torchrun leaves the others, from when the first process ended until it kills them.
+LOOK, ANSWER, STOP = 2.0, 15.0, 5.0
+NEVER = threading.Event()
+
+
+class Member(Protocol):
+    """A rank of so many."""
+
+    @property
+    def rank(self) -> int:
+        """Its number."""
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+
+
+@contextlib.contextmanager
+def naming_lost_ranks(member: Member) -> Iterator[None]:
+    """Where ranks can no longer talk, name those that do not answer; where all do, the error stays what it is."""
+    if member.size == 1:
+        yield
+        return
+    store: Any = dist.distributed_c10d._get_default_store()
+    try:
+        yield
+    except Exception as error:
+        first = record_failure(store, member, error)
+        if isinstance(error, TrainError) or not isinstance(error, RuntimeError):
+            raise  # not for want of another rank: all have it, or the others are told by `first`
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, for all that are left: it says why first
+        lost = lost_ranks(store, member)
+        if not lost and first.startswith(f"rank {member.rank} "):
+            raise
+        raise TrainError(_stops(member, first, lost, _reason(error))) from error
+
+
+def record_failure(store: Any, member: Member, error: Exception) -> str:
+    """Write down why this rank fails, if it is the first. -> who was the first, and why"""
+    own = f"rank {member.rank} of {member.size} has failed ({_reason(error)})"
+    with contextlib.suppress(RuntimeError):  # the store may be gone
+        _here(store, member)
+        return store.compare_set(FAILED, "", own).decode()
+    return own
+
+
+def lost_ranks(store: Any, member: Member, ended: threading.Event = NEVER) -> list[int]:
+    """The ranks that did not answer in time after the first failure: what the first rank to know has written.
+
+    Whoever waits for it has until this rank has `ended`.
+    """
+    left, end = set(range(member.size)) - {member.rank}, time.monotonic() + ANSWER
+    with contextlib.suppress(RuntimeError):  # without a store there is no one to ask
+        while left and time.monotonic() < end and not store.check([LOST]):
+            left = {rank for rank in left if not store.check([f"rank {rank} is here"])}
+            if ended.wait(0.05):
+                return []
+        return json.loads(store.compare_set(LOST, "", json.dumps(sorted(left))))
+    return []
+
+
+@contextlib.contextmanager
+def answering(member: Member) -> Iterator[None]:
+    """A thread that answers for this rank when another fails, also while this one waits for that other."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    ended = threading.Event()
+    thread = threading.Thread(target=_answer, args=(store.clone(), member, ended), name="answering", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join(2 * LOOK)  # a store that has gone may keep it longer, and it does not keep the process
+        with contextlib.suppress(RuntimeError):
+            if store.check([FAILED]):
+                store.set(LEFT, "yes")
+
+
+def _answer(store: Any, member: Member, ended: threading.Event) -> None:
+    """Ranks may wait for each other without end, one of them in the thread that saves: then this thread stops them."""
+    with contextlib.suppress(RuntimeError):  # the store may go first
+        while not store.check([FAILED]):
+            if ended.wait(LOOK):
+                return
+        _here(store, member)
+        lost = lost_ranks(store, member, ended)
+        while not lost and not store.check([LEFT]):
+            if ended.wait(LOOK):
+                return
+        if not ended.wait(STOP if lost else ANSWER):
+            first = store.get(FAILED).decode()
+            print(f"dualres, rank {member.rank}: {_stops(member, first, lost, 'it still waits')}", file=sys.stderr)
+            sys.stderr.flush()
+            os._exit(1)
+
+
+def _here(store: Any, member: Member) -> None:
+    store.set(f"rank {member.rank} is here", "yes")
+
+
+def _stops(member: Member, first: str, lost: Collection[int], reason: str) -> str:
+    answer = "answers" if len(lost) == 1 else "answer"
+    cause = f"{named_ranks(lost)} of {member.size} no longer {answer}" if lost else first
+    return (
+        f"{cause}: rank {member.rank} stops too ({reason}). The same command goes on from the last checkpoint, and "
+        "torchrun --max-restarts N gives it by itself"
+    )
+
+
+def named_ranks(ranks: Collection[int]) -> str:
+    """Such as `rank 3`, or `ranks 1, 3`."""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))}"
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of what the error came from: a pipeline wraps those of its stages."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,46 @@
+"""Every mesh of four processes trains like one process: losses, gradients and weights of three steps."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from dualres.parallel.mesh import Mesh
+from dualres.train.build import build_engine
+from tests.launching import torchrun
+from tests.parallel.cases import MESHES, cases, config_of
+from tests.parallel.checks_worker import CHECKS
+from tests.parallel.reshard_worker import ALONE, CASE, SAME, go_on
+
+pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="this PyTorch was built without gloo")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MESHES)
+def test_the_mesh_trains_like_one_process(name: str, tmp_path: Path):
+    mesh = MESHES[name]
+    torchrun("tests.parallel.mesh_worker", mesh.processes, name, str(tmp_path))
+    results = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
+    assert results == {case.name: [] for case in cases(mesh)}
+
+
+@pytest.mark.slow
+def test_checkpoints_move_between_all_meshes(tmp_path: Path):
+    """Ninety moves, and from each mesh to one process."""
+    torchrun("tests.parallel.reshard_worker", 4, str(tmp_path))
+    results = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
+    assert results == {f"{source} to {name}": [] for name in MESHES for source in (*MESHES, "alone")}
+    wanted = json.loads((tmp_path / "wanted.json").read_text(encoding="utf-8"))
+    config = config_of(CASE, Mesh(), **SAME)
+    engine = build_engine(config, ALONE, end_of_text=0)
+    for source in MESHES:
+        assert go_on(source, config, engine, tmp_path, wanted) == [], source
+
+
+@pytest.mark.slow
+def test_properties_of_meshes(tmp_path: Path):
+    """Bytes between stages, the sum over tensor ranks, fewer rows, compiled blocks, bfloat16 with recomputation."""
+    torchrun("tests.parallel.checks_worker", 4, str(tmp_path))
+    results = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
+    assert results == {name: [] for name in CHECKS}

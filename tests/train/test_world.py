@@ -1,0 +1,193 @@
+"""How the ranks of a start find each other, and what each says when one is lost: threads instead of processes."""
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, Store
+
+from dualres.train import lost
+from dualres.train.errors import TrainError
+from dualres.train.lost import NEVER, lost_ranks, naming_lost_ranks, record_failure
+from dualres.train.world import World, name_start
+
+SIZE, SOON = 4, timedelta(seconds=60)
+GLOO: Any = object()  # a group that is never used
+
+
+def rank_of(rank: int) -> World:
+    return World(rank, SIZE, torch.device("cpu"), GLOO, GLOO)
+
+
+def start(store: Store, order: list[int], pause: float = 0.0) -> list[str]:
+    """The names that ranks have for a start, which come in this order."""
+    with ThreadPoolExecutor(SIZE) as pool:
+        names = []
+        for rank in order:
+            names.append(pool.submit(name_start, store, rank, SIZE, SOON))
+            time.sleep(pause)
+        return [name.result() for name in names]
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        pytest.param([0, 1, 2, 3], id="rank 0 first, and finds what the dead have asked"),
+        pytest.param([3, 2, 1, 0], id="rank 0 last, and the others find what the dead have answered"),
+    ],
+)
+def test_a_start_has_one_name_of_its_own(order: list[int]):
+    store = HashStore()
+    names = [start(store, order, pause) for pause in (0.0, 0.2, 0.0)]
+    assert [len(set(of_start)) for of_start in names] == [1, 1, 1]
+    assert len({of_start[0] for of_start in names}) == 3
+
+
+def test_a_start_after_one_that_never_was_complete():
+    store = HashStore()
+    for rank in (0, 2):  # asked or answered, and killed
+        with pytest.raises(TrainError):
+            name_start(store, rank, SIZE, timedelta(seconds=0.1))
+    assert len(set(start(store, [0, 1, 2, 3], 0.1))) == 1
+
+
+def test_ranks_that_do_not_come_are_named():
+    store, limit = HashStore(), timedelta(seconds=3)
+    with pytest.raises(TrainError, match=r"^rank 0 of 4 did not come within 0\.05 minutes"):
+        name_start(store, 1, SIZE, limit)
+    with ThreadPoolExecutor() as pool:
+        pool.submit(name_start, store, 2, SIZE, SOON)
+        with pytest.raises(TrainError, match=r"^ranks 1, 3 of 4 did not come within 0\.05 minutes"):
+            name_start(store, 0, SIZE, limit)
+
+
+def test_one_verdict_at_one_time(monkeypatch: pytest.MonkeyPatch):
+    """Rank 0 notices first; rank 1 when most of the time is over, 2 after it; 3 is lost."""
+    monkeypatch.setattr(lost, "LOOK", 0.1)
+    monkeypatch.setattr(lost, "ANSWER", 8.0)
+    monkeypatch.setattr(lost, "STOP", 600.0)
+    store, ended = HashStore(), threading.Event()
+    begun, took = time.monotonic(), {}
+
+    def notice(rank: int, delay: float) -> list[int]:
+        time.sleep(delay)
+        record_failure(store, rank_of(rank), RuntimeError("connection closed"))
+        found = lost_ranks(store, rank_of(rank))
+        took[rank] = time.monotonic() - begun
+        return found
+
+    with ThreadPoolExecutor(SIZE) as pool:
+        answering = pool.submit(lost._answer, store, rank_of(2), ended)
+        noticed = [pool.submit(notice, rank, delay) for rank, delay in enumerate((0.0, 6.0, 8.2))]
+        verdicts = [one.result() for one in noticed]
+        ended.set()
+        answering.result()
+    assert verdicts == [[3], [3], [3]]
+    assert all(seconds < 12 for seconds in took.values()), took  # rank 1 by itself would take 14
+
+
+def test_a_rank_that_waits_for_ever_speaks_and_ends(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(lost, "STOP", 0.1)
+    codes: list[int] = []
+    monkeypatch.setattr("os._exit", codes.append)
+    store = HashStore()
+    store.set(lost.FAILED, "rank 1 of 4 has failed (connection closed)")
+    store.set(lost.LOST, "[3]")
+    lost._answer(store, rank_of(2), threading.Event())
+    assert codes == [1]
+    assert capsys.readouterr().err.startswith("dualres, rank 2: rank 3 of 4 no longer answers: rank 2 stops too (")
+
+
+def test_where_all_are_there_the_failed_one_may_finish_its_save(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(lost, "LOOK", 0.05)
+    monkeypatch.setattr(lost, "ANSWER", 0.2)
+    codes: list[int] = []
+    monkeypatch.setattr("os._exit", codes.append)
+    store, ended = HashStore(), threading.Event()
+    store.set(lost.FAILED, "rank 1 of 4 has failed (out of memory)")
+    for rank in range(SIZE):
+        store.set(f"rank {rank} is here", "yes")
+    with ThreadPoolExecutor(2) as pool:
+        waiting, leaving = (pool.submit(lost._answer, store, rank_of(2), event) for event in (NEVER, ended))
+        time.sleep(1)
+        assert codes == []
+        ended.set()
+        leaving.result(60)
+        assert codes == []
+        store.set(lost.LEFT, "yes")
+        waiting.result(60)
+    assert codes == [1]
+    assert capsys.readouterr().err.startswith("dualres, rank 2: rank 1 of 4 has failed (out of memory): rank 2 stops")
+
+
+def failing(rank: int, error: Exception, store: Store, monkeypatch: pytest.MonkeyPatch) -> BaseException:
+    """What becomes of an error of a rank."""
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    kind = RuntimeError if isinstance(error, RuntimeError) else type(error)
+    with pytest.raises(kind) as caught, naming_lost_ranks(rank_of(rank)):
+        raise error
+    return caught.value
+
+
+def with_cause() -> RuntimeError:
+    error = RuntimeError("[Stage 1] failed to run forward:")
+    error.__cause__ = MemoryError("out of memory\nof 80 GiB")
+    return error
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: TrainError("the loss is nan"), "the loss is nan"),
+        (lambda: ValueError("a bad value"), "a bad value"),
+        (lambda: OSError(5, "input/output error"), "[Errno 5] input/output error"),
+        (MemoryError, "MemoryError"),
+        (with_cause, "out of memory"),
+    ],
+    ids=["TrainError", "ValueError", "OSError", "no words", "wrapped by a pipeline"],
+)
+def test_an_error_of_one_stays_and_the_others_give_it(
+    make: Callable[[], Exception], reason: str, monkeypatch: pytest.MonkeyPatch
+):
+    store, error = HashStore(), make()
+    for rank in (0, 1, 3):  # they answer
+        store.set(f"rank {rank} is here", "yes")
+    assert failing(2, error, store, monkeypatch) is error
+    other = failing(1, RuntimeError("connection closed"), store, monkeypatch)
+    assert isinstance(other, TrainError)
+    assert str(other).startswith(f"rank 2 of 4 has failed ({reason}): rank 1 stops too (connection closed). ")
+
+
+def test_errors_that_all_have_wait_for_no_one(monkeypatch: pytest.MonkeyPatch):
+    store, begun = HashStore(), time.monotonic()
+    for rank in range(SIZE):
+        error = TrainError("the loss is nan")
+        assert failing(rank, error, store, monkeypatch) is error
+    assert time.monotonic() - begun < lost.ANSWER / 2
+    assert not store.check([lost.LOST])
+
+
+@pytest.mark.parametrize(
+    ("here", "words"),
+    [([0, 2], "rank 3 of 4 no longer answers: "), ([2], "ranks 0, 3 of 4 no longer answer: ")],
+    ids=["one", "two"],
+)
+def test_lost_ranks_are_named(here: list[int], words: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(lost, "ANSWER", 0.2)
+    store = HashStore()
+    for rank in here:
+        store.set(f"rank {rank} is here", "yes")
+    error = failing(1, RuntimeError("connection closed"), store, monkeypatch)
+    assert isinstance(error, TrainError)
+    assert str(error).startswith(f"{words}rank 1 stops too (connection closed). ")
