@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from dualres import __version__
-from dualres.commands import analyze, evaluate, generate, look, prepare, report, share, suite, train
+from dualres.commands import analyze, evaluate, generate, look, plan, prepare, report, share, suite, train
 from dualres.config import ConfigError
 from dualres.data.errors import DataError
 from dualres.extras import MissingExtraError
@@ -16,7 +16,7 @@ from dualres.hub.errors import ModelError
 from dualres.train.errors import TrainError
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-COMMANDS = (look, prepare, train, generate, suite, evaluate, analyze, report, share)
+COMMANDS = (look, plan, prepare, train, generate, suite, evaluate, analyze, report, share)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -93,6 +93,13 @@ def _read(kind: Literal["scale", "residual"], name: str, beneath: tuple[Path, ..
     return under
 
 
+def overridden(overrides: Sequence[str]) -> dict[str, Any]:
+    """What overrides say, in sections: of `train.parallel.tensor=2` and of `train.parallel={tensor: 2}` the same."""
+    data: dict[str, Any] = {}
+    _override(data, overrides)
+    return data
+
+
 def _override(data: dict[str, Any], overrides: Sequence[str]) -> None:
     """Lay `key.path=value` overrides on `data`."""
     for override in overrides:
