@@ -13,17 +13,21 @@ import sys
 import threading
 import time
 from collections.abc import Collection, Iterator
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch.distributed as dist
 
 from dualres.train.errors import TrainError
 
-FAILED, LOST = "the first rank that failed, and why", "the ranks that did not answer"  # in the store
-LEFT = "a rank has left after a failure"
-# Seconds between looks whether a rank has failed; that all have to answer then; and to stop when the lost are known.
+# In the store. Of many thousand ranks each asks for counts, and one alone for names.
+FAILED, LOST = "the first rank that failed, and why", "the ranks that did not answer"
+ANSWERS, COUNTS = "how many have answered", "how many look who has not"
+LEFT, LEAVING, ALL_LEAVE = "a rank has left after a failure", "how many leave", "all that are left leave"
+# Seconds between looks whether a rank has failed; that all have to answer then; to stop when the lost are known; and
+# that those who leave wait for each other.
 # Together less than the 30 that torchrun leaves the others, from when the first process ended until it kills them.
-LOOK, ANSWER, STOP = 2.0, 15.0, 5.0
+LOOK, ANSWER, STOP, LEAVE = 2.0, 15.0, 5.0, 5.0
 NEVER = threading.Event()
 
 
@@ -52,8 +56,7 @@ def naming_lost_ranks(member: Member) -> Iterator[None]:
         first = record_failure(store, member, error)
         if isinstance(error, TrainError) or not isinstance(error, RuntimeError):
             raise  # not for want of another rank: all have it, or the others are told by `first`
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, for all that are left: it says why first
+        _ignore_terminations()
         lost = lost_ranks(store, member)
         if not lost and first.startswith(f"rank {member.rank} "):
             raise
@@ -74,13 +77,18 @@ def lost_ranks(store: Any, member: Member, ended: threading.Event = NEVER) -> li
 
     Whoever waits for it has until this rank has `ended`.
     """
-    left, end = set(range(member.size)) - {member.rank}, time.monotonic() + ANSWER
+    end = time.monotonic() + ANSWER
     with contextlib.suppress(RuntimeError):  # without a store there is no one to ask
-        while left and time.monotonic() < end and not store.check([LOST]):
-            left = {rank for rank in left if not store.check([f"rank {rank} is here"])}
-            if ended.wait(0.05):
+        while time.monotonic() < end and not store.check([LOST]) and store.add(ANSWERS, 0) < member.size:
+            if ended.wait(_pause(member)):
                 return []
-        return json.loads(store.compare_set(LOST, "", json.dumps(sorted(left))))
+        if store.add(COUNTS, 1) > 1:
+            _wait(store, LOST, STOP)  # the first that counts may itself be lost
+        if not store.check([LOST]):
+            everyone = range(member.size) if store.add(ANSWERS, 0) < member.size else ()
+            silent = [rank for rank in everyone if not store.check([_is_here(rank)])]
+            store.compare_set(LOST, "", json.dumps(silent))
+        return json.loads(store.get(LOST))
     return []
 
 
@@ -99,6 +107,18 @@ def answering(member: Member) -> Iterator[None]:
         with contextlib.suppress(RuntimeError):
             if store.check([FAILED]):
                 store.set(LEFT, "yes")
+                leave_together(store, member)
+
+
+def leave_together(store: Any, member: Member) -> None:
+    """Ignore SIGTERM, and wait until all others do: when the first process ends, torchrun terminates those that are
+    left, and each has to say why it stops. Whoever is lost, or still waits for another, is not waited for long.
+    """
+    _ignore_terminations()
+    lost = json.loads(store.get(LOST)) if store.check([LOST]) else []
+    if store.add(LEAVING, 1) + len(lost) >= member.size:
+        store.set(ALL_LEAVE, "yes")
+    _wait(store, ALL_LEAVE, LEAVE)
 
 
 def _answer(store: Any, member: Member, ended: threading.Event) -> None:
@@ -119,8 +139,29 @@ def _answer(store: Any, member: Member, ended: threading.Event) -> None:
             os._exit(1)
 
 
+def _ignore_terminations() -> None:
+    """SIGTERM is torchrun's, for all that are left after a failure; they end by themselves, and say why first."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
 def _here(store: Any, member: Member) -> None:
-    store.set(f"rank {member.rank} is here", "yes")
+    if store.add(_is_here(member.rank), 1) == 1:  # once, whichever of its threads is first
+        store.add(ANSWERS, 1)
+
+
+def _is_here(rank: int) -> str:
+    return f"rank {rank} is here"
+
+
+def _wait(store: Any, key: str, seconds: float) -> None:
+    with contextlib.suppress(RuntimeError):
+        store.wait([key], timedelta(seconds=seconds))
+
+
+def _pause(member: Member) -> float:
+    """Seconds between two questions, so that all ranks together ask one store for at most ten thousand a second."""
+    return max(0.05, member.size / 10_000)
 
 
 def _stops(member: Member, first: str, lost: Collection[int], reason: str) -> str:

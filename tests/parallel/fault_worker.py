@@ -3,8 +3,11 @@
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
 
 from dualres.cli import main
 from dualres.train import checkpoint, loop
@@ -25,11 +28,19 @@ def killed_while_saving(folder: Path, world: World) -> dict[str, list[Any]]:
     raise AssertionError("it lives on")
 
 
+def leaves_late() -> None:
+    time.sleep(3)  # longer than torchrun takes to notice that another has ended
+    destroy_process_group()
+
+
 if __name__ == "__main__":
     rank, fault = os.environ["FAULT"].split()
-    if rank == os.environ["RANK"] and fault == "raises":
-        record = loop.Training._record
-        setattr(loop.Training, "_record", raises)  # noqa: B010 - mypy takes no other method for it
-    elif rank == os.environ["RANK"]:
-        checkpoint._sums = killed_while_saving
+    record, destroy_process_group = loop.Training._record, dist.destroy_process_group
+    places = {
+        "raises": (loop.Training, "_record", raises),
+        "killed_while_saving": (checkpoint, "_sums", killed_while_saving),
+        "leaves_late": (dist, "destroy_process_group", leaves_late),
+    }
+    if rank == os.environ["RANK"]:
+        setattr(*places[fault])
     sys.exit(main(sys.argv[1:]))

@@ -109,13 +109,16 @@ def test_torchrun_passes_the_signal_on(data: Path, tmp_path: Path):
 
 
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="this PyTorch was built without gloo")
-def test_a_folder_in_use_is_refused_by_all_ranks_at_once(data: Path, tmp_path: Path):
+def test_a_folder_in_use_is_refused_by_all_ranks_at_once(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Also by the one that is last to leave, which torchrun terminates as soon as the other has ended."""
+    monkeypatch.setenv("FAULT", "0 leaves_late")
     folder = tmp_path / "run"
     with run.alone(folder):
-        process = launch(data, folder, ranks=2)
+        process = launch(data, folder, ranks=2, program="tests.parallel.fault_worker")
         assert process.wait(DEADLINE) == 1
     refusal = f"another process trains in {folder}: wait for it, or use a new folder"
     assert f"dualres: {refusal}\n" in said(folder)
+    assert f"dualres, rank 1: {refusal}\n" in said(folder)
     assert "Connection closed by peer" not in said(folder)
     assert not (folder / run.CONFIG).exists()
 

@@ -92,6 +92,34 @@ def test_one_verdict_at_one_time(monkeypatch: pytest.MonkeyPatch):
     assert all(seconds < 12 for seconds in took.values()), took  # rank 1 by itself would take 14
 
 
+class Asked:
+    """A store that counts what it is asked."""
+
+    def __init__(self, store: Store):
+        self.store, self.questions = store, 0
+
+    def __getattr__(self, name: str) -> Any:
+        self.questions += 1
+        return getattr(self.store, name)
+
+
+def test_thousands_of_ranks_ask_the_store_little(monkeypatch: pytest.MonkeyPatch):
+    """Who is lost is looked up by one of them."""
+    monkeypatch.setattr(lost, "ANSWER", 3.0)
+    many = [rank_of(rank)._replace(size=5000) for rank in range(5000)]
+    store, gone = HashStore(), 4321
+    for member in many:
+        if member.rank != gone:
+            lost._here(store, member)
+    asked = [Asked(store) for _ in range(3)]
+    with ThreadPoolExecutor() as pool:
+        verdicts = list(pool.map(lambda one, member: lost_ranks(one, member), asked, many))
+    assert verdicts == [[gone]] * 3
+    questions = sorted(one.questions for one in asked)
+    assert questions[1] < 50, questions
+    assert questions[2] > 5000, questions
+
+
 def test_a_rank_that_waits_for_ever_speaks_and_ends(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -116,7 +144,7 @@ def test_where_all_are_there_the_failed_one_may_finish_its_save(
     store, ended = HashStore(), threading.Event()
     store.set(lost.FAILED, "rank 1 of 4 has failed (out of memory)")
     for rank in range(SIZE):
-        store.set(f"rank {rank} is here", "yes")
+        lost._here(store, rank_of(rank))
     with ThreadPoolExecutor(2) as pool:
         waiting, leaving = (pool.submit(lost._answer, store, rank_of(2), event) for event in (NEVER, ended))
         time.sleep(1)
@@ -162,7 +190,7 @@ def test_an_error_of_one_stays_and_the_others_give_it(
 ):
     store, error = HashStore(), make()
     for rank in (0, 1, 3):  # they answer
-        store.set(f"rank {rank} is here", "yes")
+        lost._here(store, rank_of(rank))
     assert failing(2, error, store, monkeypatch) is error
     other = failing(1, RuntimeError("connection closed"), store, monkeypatch)
     assert isinstance(other, TrainError)
@@ -179,6 +207,29 @@ def test_errors_that_all_have_wait_for_no_one(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize(
+    ("patience", "verdict", "late"),
+    [
+        pytest.param(60.0, [], [2, 3], id="all come"),
+        pytest.param(60.0, [3], [2], id="one is lost"),
+        pytest.param(3.0, [], [2], id="one does not come"),
+    ],
+)
+def test_ranks_that_fail_leave_together(
+    patience: float, verdict: list[int], late: list[int], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(lost, "LEAVE", patience)
+    store, begun = HashStore(), time.monotonic()
+    store.set(lost.LOST, str(verdict))
+    with ThreadPoolExecutor(SIZE) as pool:
+        first = [pool.submit(lost.leave_together, store, rank_of(rank)) for rank in (0, 1)]
+        time.sleep(1)
+        assert not any(one.done() for one in first)
+        for rank in late:
+            pool.submit(lost.leave_together, store, rank_of(rank))
+    assert time.monotonic() - begun < 30
+
+
+@pytest.mark.parametrize(
     ("here", "words"),
     [([0, 2], "rank 3 of 4 no longer answers: "), ([2], "ranks 0, 3 of 4 no longer answer: ")],
     ids=["one", "two"],
@@ -187,7 +238,7 @@ def test_lost_ranks_are_named(here: list[int], words: str, monkeypatch: pytest.M
     monkeypatch.setattr(lost, "ANSWER", 0.2)
     store = HashStore()
     for rank in here:
-        store.set(f"rank {rank} is here", "yes")
+        lost._here(store, rank_of(rank))
     error = failing(1, RuntimeError("connection closed"), store, monkeypatch)
     assert isinstance(error, TrainError)
     assert str(error).startswith(f"{words}rank 1 stops too (connection closed). ")
