@@ -99,7 +99,7 @@ def without_the_sum(world: World) -> list[str]:
     engine = build_engine(alone, ALONE, end_of_text=0)
     engine.accumulate(share(alone, engine, 0))
     wanted = {name: p.grad for name, p in engine.parameters.items()}  # type: ignore[attr-defined]
-    off = {message.split(" is off")[0] for message in differences(found, wanted, wanted)}
+    off = {message.split(" is off")[0] for message in differences(found, wanted)}
     parts = {name.rpartition(".")[0] for name in wanted}
     expected = {part for part in parts if "norm" in part or "pathway" in part or "readout" in part}
     return [] if off == expected else [f"wrong are {off ^ expected}, or should be"]
@@ -129,7 +129,7 @@ def compiled(mesh: Mesh, world: World) -> list[str]:
         found[mode], wrong = together(train(config, build_engine(config, world, end_of_text=0), whole))
         if wrong:
             return wrong
-    return differences(found["default"], found["off"], found["off"])
+    return differences(found["default"], found["off"])
 
 
 def fewer_rows(mesh: Mesh, world: World) -> list[str]:

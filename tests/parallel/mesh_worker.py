@@ -37,6 +37,7 @@ from tests.parallel.cases import (
 )
 
 MARGIN = 1e-4  # between the last expert that a token takes and the next, of the logits' root mean square
+ROUNDING = 2.5e-6  # how far float32 may be from float64 in one process: a quarter of what a mesh may be off
 ALONE = World(0, 1, torch.device("cpu"), None, None)
 
 
@@ -67,24 +68,28 @@ def reference(case: Case, mesh: Mesh, dtype: torch.dtype) -> dict[str, Tensor]:
         return train(alone, build_engine(alone, ALONE, end_of_text=0), whole)
 
 
-def decided(case: Case, mesh: Mesh) -> tuple[Case, dict[str, Tensor]]:
-    """The case with the next seed at which every token has its experts by a margin, and its reference in float64.
+def decided(case: Case, mesh: Mesh) -> tuple[Case, dict[torch.dtype, dict[str, Tensor]]]:
+    """The case with the next seed at which nothing hangs on rounding, and its references.
 
-    A token that stands between two experts goes to one or the other by rounding, and then so do the gradients.
+    A token that stands between two experts goes to one or the other by rounding, and then so do the gradients. Where
+    streams are nearly equal, the gradients of their gates are small differences of large terms.
     """
     for attempt in itertools.count():
         drawn = case._replace(seed=case.seed + NEXT_SEED * attempt)
         with watched_routers(ACTIVE) as gaps:
             exact = reference(drawn, mesh, torch.float64)
-        if min(gaps, default=MARGIN) >= MARGIN:
-            return drawn, exact
+        if min(gaps, default=MARGIN) < MARGIN:
+            continue
+        rounded = reference(drawn, mesh, torch.float32)
+        if not differences(rounded, exact, ROUNDING):
+            return drawn, {torch.float64: exact, torch.float32: rounded}
     raise AssertionError
 
 
 def run(case: Case, mesh: Mesh, world: World) -> list[str]:
     """Three steps on the mesh, in float32 and for one seed also in float64, and the same in one process."""
     dtypes = [torch.float32] if case.seed in SEEDS[1:] else [torch.float64, torch.float32]
-    case, exact = world.agree(lambda: decided(case, mesh) if world.leads else (case, {}))[0]
+    case, wanted = world.agree(lambda: decided(case, mesh) if world.leads else (case, {}))[0]
     wrong: list[str] = []
     for dtype in dtypes:
         stirred_parts(case.seed)
@@ -92,8 +97,7 @@ def run(case: Case, mesh: Mesh, world: World) -> list[str]:
             config = config_of(case, mesh)
             seen, other = together(train(config, build_engine(config, world, end_of_text=0), whole))
         if world.leads:
-            wanted = exact if dtype == torch.float64 else reference(case, mesh, dtype)
-            wrong += other + differences(seen, wanted, exact)
+            wrong += other + differences(seen, wanted[dtype])
     return wrong
 
 
