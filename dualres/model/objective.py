@@ -11,6 +11,9 @@ from dualres.model.context import RouterReport
 from dualres.model.decoder import Decoder
 
 CrossEntropy = Callable[[Tensor, Tensor, Tensor, int], Tensor]  # hidden, weight, targets, rows at a time -> the mean
+OverRanges = Callable[
+    [Tensor, Tensor], tuple[Tensor, Tensor]
+]  # log-partition and target's logit: of one range -> of all
 
 
 class Objective(nn.Module):
@@ -64,33 +67,55 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, rows: int) -> Tensor:
-        """p = softmax(h Wᵀ); dh = (p − onehot) W / N; dW = (p − onehot)ᵀ h / N"""
-        precise = torch.promote_types(hidden.dtype, torch.float32)
-        differentiated = any(ctx.needs_input_grad)
-        grad_hidden = torch.empty_like(hidden) if differentiated else None
-        grad_weight = torch.zeros_like(weight, dtype=precise) if differentiated else None
-        total = torch.zeros((), dtype=precise, device=hidden.device)
-        for start in range(0, len(hidden), rows):
-            h, target = hidden[start : start + rows], targets[start : start + rows, None]
-            logits = (h @ weight.T).to(precise)  # (rows,V)
-            log_partition = logits.logsumexp(-1, keepdim=True)
-            total += (log_partition - logits.gather(-1, target)).sum()
-            if grad_hidden is None or grad_weight is None:
-                continue
-            error = logits.sub_(log_partition).exp_()
-            error.scatter_add_(-1, target, error.new_full((), -1.0).expand(target.shape))
-            error = error.div_(len(hidden)).to(hidden.dtype)
-            torch.mm(error, weight, out=grad_hidden[start : start + rows])
-            add_product(grad_weight, error.T, h)
-        if grad_hidden is not None and grad_weight is not None:
-            ctx.save_for_backward(grad_hidden, grad_weight.to(weight.dtype))
-        return total / len(hidden)
+        """hidden (N,D), weight (V,D), targets (N) -> ()"""
+        loss, *made = loss_and_gradients(hidden, weight, targets, rows, differentiated=any(ctx.needs_input_grad))
+        ctx.save_for_backward(*made)
+        return loss
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         """What the forward pass made, times the gradient of the loss."""
         grad_hidden, grad_weight = ctx.saved_tensors
         return grad_hidden * grad.to(grad_hidden.dtype), grad_weight * grad.to(grad_weight.dtype), None, None
+
+
+def loss_and_gradients(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    rows: int,
+    *,
+    differentiated: bool,
+    inside: Tensor | None = None,
+    over_ranges: OverRanges | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The mean of −log p[target], p = softmax(h Wᵀ), and dh = (p − onehot) W / N, dW = (p − onehot)ᵀ h / N.
+
+    hidden (N,D), weight (V,D), targets (N) -> (), (N,D), (V,D). Where W is a range of the vocabulary, `inside` (N)
+    tells which targets are in it, and `over_ranges` has what is summed over all ranges.
+    """
+    precise = torch.promote_types(hidden.dtype, torch.float32)
+    present = torch.ones_like(targets, dtype=torch.bool) if inside is None else inside
+    present, target = present[:, None], targets[:, None]
+    grad_hidden = torch.empty_like(hidden) if differentiated else None
+    grad_weight = torch.zeros_like(weight, dtype=precise) if differentiated else None
+    total = torch.zeros((), dtype=precise, device=hidden.device)
+    for start in range(0, len(hidden), rows):
+        part = slice(start, start + rows)
+        logits = (hidden[part] @ weight.T).to(precise)  # (rows,V)
+        log_partition = logits.logsumexp(-1, keepdim=True)
+        chosen = logits.gather(-1, target[part]).where(present[part], 0)
+        if over_ranges is not None:
+            log_partition, chosen = over_ranges(log_partition, chosen)
+        total += (log_partition - chosen).sum()
+        if grad_hidden is None or grad_weight is None:
+            continue
+        error = logits.sub_(log_partition).exp_()
+        error.scatter_add_(-1, target[part], -present[part].to(precise))
+        error = error.div_(len(hidden)).to(hidden.dtype)
+        torch.mm(error, weight, out=grad_hidden[part])
+        add_product(grad_weight, error.T, hidden[part])
+    return total / len(hidden), grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype)
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

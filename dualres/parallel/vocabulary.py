@@ -15,7 +15,7 @@ from torch.distributed._functional_collectives import all_gather_single, reduce_
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from dualres.model.objective import add_product
+from dualres.model.objective import loss_and_gradients
 
 
 class VocabularyLoss:
@@ -32,39 +32,28 @@ class VocabularyLoss:
 
 
 class RangeCrossEntropy(torch.autograd.Function):
-    """As `ChunkedCrossEntropy`: the gradients are made in the forward pass, chunk by chunk."""
+    """As `ChunkedCrossEntropy`, of one range of several."""
 
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, rows: int, group: dist.ProcessGroup
     ) -> Tensor:
         """targets (B,T) count from the first entry of the range: outside of 0 … V−1 they belong to another rank."""
-        precise = torch.promote_types(hidden.dtype, torch.float32)
         whole = all_gather_single(hidden.contiguous(), gather_dim=1, group=group).flatten(0, 1)  # (N,E)
-        target = targets.flatten()[:, None]
-        inside = (target >= 0) & (target < len(weight))
-        target = target.where(inside, 0)
-        differentiated = any(ctx.needs_input_grad)
-        grad_whole = torch.empty_like(whole) if differentiated else None
-        grad_weight = torch.zeros_like(weight, dtype=precise) if differentiated else None
-        total = torch.zeros((), dtype=precise, device=hidden.device)
-        for start in range(0, len(whole), rows):
-            part = slice(start, start + rows)
-            logits = (whole[part] @ weight.T).to(precise)  # (rows,V)
-            own = logits.gather(-1, target[part]).where(inside[part], 0)
-            log_partition, chosen = over_ranges(logits.logsumexp(-1, keepdim=True), own, group)
-            total += (log_partition - chosen).sum()
-            if grad_whole is None or grad_weight is None:
-                continue
-            error = logits.sub_(log_partition).exp_()
-            error.scatter_add_(-1, target[part], -inside[part].to(precise))
-            error = error.div_(len(whole)).to(hidden.dtype)
-            torch.mm(error, weight, out=grad_whole[part])
-            add_product(grad_weight, error.T, whole[part])
-        if grad_whole is not None and grad_weight is not None:
+        inside = (targets >= 0) & (targets < len(weight))
+        loss, grad_whole, grad_weight = loss_and_gradients(
+            whole,
+            weight,
+            targets.where(inside, 0).flatten(),
+            rows,
+            differentiated=any(ctx.needs_input_grad),
+            inside=inside.flatten(),
+            over_ranges=lambda log_partition, chosen: over_ranges(log_partition, chosen, group),
+        )
+        if grad_whole is not None:
             grad_hidden = reduce_scatter_single(grad_whole.view(*targets.shape, -1), "sum", 1, group)
-            ctx.save_for_backward(wait_tensor(grad_hidden), grad_weight.to(weight.dtype))
-        return total / len(whole)
+            ctx.save_for_backward(wait_tensor(grad_hidden), grad_weight)
+        return loss
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:

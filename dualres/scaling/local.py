@@ -16,7 +16,7 @@ from dualres.model.attention import Attention
 from dualres.model.decoder import Decoder, build_decoder
 from dualres.model.feedforward import FeedForward
 from dualres.model.moe import Experts, MoE, Together
-from dualres.model.objective import ChunkedCrossEntropy
+from dualres.model.objective import loss_and_gradients
 
 CUT = (Attention, FeedForward)  # branches whose weights a tensor group divides
 
@@ -142,9 +142,7 @@ class RangeLoss(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, rows: int) -> Tensor:
         """hidden (B,T/n,E), weight (V/n,E), targets (B,T) -> ()"""
         whole = resized(hidden, 1, targets.shape[1]).flatten(0, 1)
-        taken = _Taken()
-        loss = ChunkedCrossEntropy.forward(taken, whole, weight, targets.flatten(), rows)
-        _, grad_weight = taken.saved
+        loss, _, grad_weight = loss_and_gradients(whole, weight, targets.flatten(), rows, differentiated=True)
         ctx.save_for_backward(torch.empty_like(hidden), grad_weight)
         return loss
 
@@ -153,15 +151,3 @@ class RangeLoss(torch.autograd.Function):
         """The gradients that were made in the forward pass."""
         hidden, weight = ctx.saved_tensors
         return hidden * grad.to(hidden.dtype), weight * grad.to(weight.dtype), None, None
-
-
-class _Taken:
-    """Stands for the context of an autograd function."""
-
-    needs_input_grad = (True, True, False, False)
-
-    def __init__(self) -> None:
-        self.saved: tuple[Tensor, ...] = ()
-
-    def save_for_backward(self, *tensors: Tensor) -> None:
-        self.saved = tensors
