@@ -10,7 +10,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor, nn
 
-from dualres.model.block import fitting
+from dualres.model.block import extended, fitting
 from dualres.model.decoder import reset_part
 from dualres.residual.pathway import History, Pathway, embed
 from dualres.train.recipe import optimizer_groups
@@ -78,8 +78,7 @@ class ResidualLayer(TransformerLayer):  # type: ignore[misc]
             hidden_states = branch(h, options)
             state = pathway.write(state, step.branch, fitting(hidden_states, h))
             if step.last:
-                closed = pathway.close(state)
-                history = (*history, closed) if pathway.keeps_history else (closed,)
+                history = extended(history, pathway.close(state), pathway)
         if self.readout is None:
             return hidden_states, Carried(history, pathway, state)
         return self.readout(*history), None

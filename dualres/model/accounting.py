@@ -14,10 +14,11 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from dualres.model.attention import Attention
-from dualres.model.block import ResidualStack
+from dualres.model.block import ResidualBlock, ResidualStack, extended
 from dualres.model.decoder import Decoder
 from dualres.model.moe import MoE
 from dualres.ops import choice, traffic
+from dualres.residual.pathway import History
 
 TOKENS_OF_TRAFFIC = 7  # a number that no parameter has as a size
 
@@ -119,15 +120,20 @@ def residual_traffic(decoder: Decoder) -> Traffic:
 
 def _pathways_alone(stack: ResidualStack, state: Tensor) -> Tensor:
     """The stack with branches that return their input. (J,B,T,D) -> (B,T,D)"""
-    history: tuple[Tensor, ...] = (state,)
+    history: History = (state,)
     for block in stack:
-        passing = block.pathway.open(history)
-        for i in range(len(block.branches)):
-            h, passing = block.pathway.read(passing, i)
-            passing = block.pathway.write(passing, i, h)
-        closed = block.pathway.close(passing)
-        history = (*history, closed) if block.pathway.keeps_history else (closed,)
+        history = pathway_alone(block, history)
     return stack.readout(*history)
+
+
+def pathway_alone(block: ResidualBlock, history: History) -> History:
+    """A block with branches that return their input: what the next block sees."""
+    pathway = block.pathway
+    state = pathway.open(history)
+    for i in range(len(block.branches)):
+        h, state = pathway.read(state, i)
+        state = pathway.write(state, i, h)
+    return extended(history, pathway.close(state), pathway)
 
 
 def _vocabulary_flops(decoder: Decoder) -> int:

@@ -116,9 +116,13 @@ class ResidualStack(nn.Module):
 
 
 def after(block: ResidualBlock, history: History, **context: Any) -> History:
-    """What the next block sees: H_0 … H_b, or H_b alone where the pathway keeps no history."""
-    state = block(*history, **context)
-    return (*history, state) if block.pathway.keeps_history else (state,)
+    """The block's history and what it makes of it: what the next block sees."""
+    return extended(history, block(*history, **context), block.pathway)
+
+
+def extended(history: History, state: Tensor, pathway: Pathway) -> History:
+    """H_0 … H_b, or H_b alone where the pathway keeps no history."""
+    return (*history, state) if pathway.keeps_history else (state,)
 
 
 def residual_stack(

@@ -12,15 +12,22 @@ import functools
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dualres.config import Config, ModelConfig, ResidualConfig
-from dualres.model.accounting import Flops, StreamTraffic, flops_per_token, residual_traffic
+from dualres.model.accounting import (
+    TOKENS_OF_TRAFFIC,
+    Flops,
+    StreamTraffic,
+    flops_per_token,
+    pathway_alone,
+    residual_traffic,
+)
 from dualres.model.decoder import build_decoder
 from dualres.ops import choice
 from dualres.parallel.mesh import Mesh
 from dualres.parallel.pipeline import micro_batches
+from dualres.residual.pathway import History
 from dualres.scaling.hardware import Hardware
 from dualres.scaling.passes import Passes
 from dualres.scaling.ranks import Chunk
@@ -81,20 +88,15 @@ def cost_of(model: ModelConfig, residual: ResidualConfig) -> Cost:
 
 def _pathway_rows(model: ModelConfig, residual: ResidualConfig) -> list[int]:
     """What every block's pathway and the readout read and write of streams in a forward pass, per token."""
-    row = 1, 7, model.width  # seven tokens: a number that no parameter has as a size
+    row = 1, TOKENS_OF_TRAFFIC, model.width
     found: list[int] = []
     stack = build_decoder(model, residual, device="meta").stack
     with choice.for_shapes(), FakeTensorMode(allow_non_fake_inputs=True):
         stack.to_empty(device="cpu")
-        history: tuple[Tensor, ...] = (torch.empty(stack.streams, *row),)
+        history: History = (torch.empty(stack.streams, *row),)
         for block in stack:
             with StreamTraffic(row) as moved:
-                state = block.pathway.open(history)
-                for i in range(len(block.branches)):
-                    h, state = block.pathway.read(state, i)
-                    state = block.pathway.write(state, i, h)
-                closed = block.pathway.close(state)
-            history = (*history, closed) if block.pathway.keeps_history else (closed,)
+                history = pathway_alone(block, history)
             found.append(moved.rows)
         with StreamTraffic(row) as moved:
             stack.readout(*history)
