@@ -58,7 +58,8 @@ def mesh_of(config: Config, processes: int) -> Mesh:
         low = processes // shared * shared
         raise ConfigError(
             f"train.parallel.tensor={parallel.tensor} × pipeline={parallel.pipeline} = {shared} does not divide "
-            f"{processes} processes: start {' or '.join(str(n) for n in (low, low + shared) if n)}, or change the two"
+            f"{processes} {'process' if processes == 1 else 'processes'}: start "
+            f"{' or '.join(str(n) for n in (low, low + shared) if n)}, or change the two"
         )
     data = processes // shared
     mesh = Mesh(data, parallel.tensor, parallel.pipeline, parallel.expert, parallel.virtual_stages)
@@ -88,6 +89,13 @@ def check_mesh(config: Config, mesh: Mesh) -> None:
             raise ConfigError(
                 f"model.vocab_size={model.vocab_size} is too small to give each of train.parallel.tensor={mesh.tensor} "
                 "ranks a range of entries: use a smaller tensor"
+            )
+        width = model.embedding_width or model.width
+        if model.vocab_size % mesh.tensor and width % mesh.data:
+            raise ConfigError(
+                f"model.vocab_size={model.vocab_size} is not divisible by train.parallel.tensor={mesh.tensor}, and its "
+                f"width {width} not by the {mesh.data} data-parallel ranks, so that it cannot be cut evenly: use "
+                f"model.vocab_size={-(-model.vocab_size // mesh.tensor) * mesh.tensor} (no token has the new entries)"
             )
     if model.moe is not None:
         _check_experts(model.moe.experts, mesh)

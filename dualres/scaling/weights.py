@@ -26,6 +26,7 @@ class Weight(NamedTuple):
     expert: bool  # of an expert that other ranks do not have: sharded over fewer ranks
     whole: bool  # on every rank of a tensor group
     vocabulary: bool
+    uneven: bool  # a range of a vocabulary that a tensor group does not divide
 
     def ranks(self, mesh: Mesh) -> int:
         """That FSDP2 shards it over."""
@@ -34,7 +35,7 @@ class Weight(NamedTuple):
     def shard(self, mesh: Mesh) -> int:
         """Elements that a rank keeps; the first has no less than any other."""
         n = self.ranks(mesh)
-        along = 1 if self.expert and self.shape[1] % n == 0 else 0
+        along = 1 if self.uneven or (self.expert and self.shape[1] % n == 0) else 0
         return -(-self.shape[along] // n) * (self.elements // self.shape[along])
 
     @property
@@ -87,10 +88,11 @@ def units_of(model: ModelConfig, residual: ResidualConfig, share: Share) -> Unit
     stack, vocabulary, cut = decoder.stack, decoder.vocabulary, _cut(decoder)
     experts = {id(p) for p in _experts(decoder)} if share.experts > 1 else set()
     table = {id(p) for p in vocabulary.parameters()}
+    uneven = cut & table if model.vocab_size % share.tensor else set()
 
     def unit(*parts: nn.Module | None) -> Unit:
         return tuple(
-            Weight(tuple(p.shape), id(p) in experts, id(p) not in cut | experts, id(p) in table)
+            Weight(tuple(p.shape), id(p) in experts, id(p) not in cut | experts, id(p) in table, id(p) in uneven)
             for part in parts
             if part is not None
             for p in part.parameters()

@@ -116,11 +116,15 @@ def _shard_units(config: Config, world: World, groups: Groups, decoder: Decoder,
     sizes = groups.sizes
     rest = FSDPMeshInfo(groups.rest, shard_mesh_dim=0)
 
-    def placement(parameter: nn.Parameter) -> ShardPlacementResult | None:
-        """Experts are sharded over the ranks that hold the same ones, along their rows where these divide."""
-        if "experts" not in dimensions(parameter):
-            return None
-        return ShardPlacementResult(Shard(1 if parameter.shape[1] % sizes.rest == 0 else 0), rest)
+    def placement(parameter: nn.Parameter) -> Shard | ShardPlacementResult | None:
+        """Experts are sharded over the ranks that hold the same ones, along their rows where these divide.
+
+        A vocabulary in ranges of unequal size is cut along its width: PyTorch's checkpoints confuse rows of such ones.
+        """
+        cut = dimensions(parameter)
+        if "experts" in cut:
+            return ShardPlacementResult(Shard(1 if parameter.shape[1] % sizes.rest == 0 else 0), rest)
+        return Shard(1) if "tensor" in cut and parameter.shape[0] % sizes.tensor else None
 
     for unit in units:
         for part in unit.modules():

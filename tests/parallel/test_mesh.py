@@ -59,6 +59,11 @@ REFUSED = {
         2,
         r"tensor=2 does not divide model.context=9: use 1",
     ),
+    "vocabulary": (
+        config("dense", {"vocab_size": 37}, **TENSOR),
+        6,
+        r"vocab_size=37 is not divisible by train.parallel.tensor=2, and its width 16 not by the 3 data-.*size=38",
+    ),
     "width": (
         config("dense", {"ffn_width": 25}, **TENSOR),
         2,

@@ -4,11 +4,15 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 
 from dualres.parallel.mesh import Mesh
 from dualres.train.build import build_engine
+from dualres.train.checkpoint import Checkpoints
 from tests.launching import torchrun
+from tests.parallel import uneven_worker
 from tests.parallel.cases import MESHES, cases, config_of
 from tests.parallel.checks_worker import CHECKS
 from tests.parallel.reshard_worker import ALONE, CASE, SAME, go_on
@@ -36,6 +40,17 @@ def test_checkpoints_move_between_all_meshes(tmp_path: Path):
     engine = build_engine(config, ALONE, end_of_text=0)
     for source in MESHES:
         assert go_on(source, config, engine, tmp_path, wanted) == [], source
+
+
+@pytest.mark.slow
+def test_a_vocabulary_that_tensor_groups_do_not_divide_is_saved(tmp_path: Path):
+    torchrun("tests.parallel.uneven_worker", uneven_worker.MESH.processes, str(tmp_path))
+    trained = load_file(tmp_path / "trained.safetensors")
+    engine = build_engine(config_of(uneven_worker.CASE, Mesh(), uneven_worker.LAYERS), ALONE, end_of_text=0)
+    tensors = engine.tensors()
+    Checkpoints(tmp_path / "checkpoints", ALONE, keep=1, say=print).restore(tensors)
+    assert tensors.keys() == trained.keys()
+    assert [name for name in tensors if not torch.equal(tensors[name], trained[name])] == []
 
 
 @pytest.mark.slow
