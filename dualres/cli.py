@@ -13,6 +13,7 @@ from dualres.config import ConfigError
 from dualres.data.errors import DataError
 from dualres.extras import MissingExtraError
 from dualres.hub.errors import ModelError
+from dualres.progress import say_as
 from dualres.train.errors import TrainError
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -49,8 +50,7 @@ def run() -> None:
 
 
 def _failed(what: object, code: int) -> int:
-    rank = os.environ.get("RANK", "0")
-    print(f"dualres: {what}" if rank == "0" else f"dualres, rank {rank}: {what}", file=sys.stderr)
+    say_as(int(os.environ.get("RANK", "0")), what)
     return code
 
 

@@ -44,6 +44,12 @@ class Progress:
             self.shown = False
 
 
+def say_as(rank: int, text: object) -> None:
+    """A line of one rank of several, in one piece: others may speak at the same moment."""
+    sys.stderr.write(f"dualres: {text}\n" if rank == 0 else f"dualres, rank {rank}: {text}\n")
+    sys.stderr.flush()
+
+
 def silent(text: str) -> None:
     """A `Show` for those who do not look."""
 

@@ -40,10 +40,13 @@ class Checkpoints:
         self.folder, self.world, self.keep, self.say = folder, world, keep, say
         self.saving: threading.Thread | None = None
         self.failure: str | None = None  # of the latest save
+        self.parted = False  # whether it failed between the ranks, which then can save no more
 
     def save(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
         """Copy the tensors now and write them in the background. `state` has `best_step`, whose checkpoint is kept."""
         self.wait()
+        if self.parted:
+            raise RuntimeError(f"{self.failure}; the ranks can no longer save together")
         copy = DefaultStager(StagingOptions(False, False, False, False)).stage(tensors)
         self.saving = threading.Thread(target=self._write, args=(step, copy, state), name="checkpoint")
         self.saving.start()
@@ -101,6 +104,7 @@ class Checkpoints:
             agree(lambda: self._finish(partial, target, sums) if leads else None, group)
         except (Exception, CheckpointException) as error:  # PyTorch's is no Exception
             self.failure = f"checkpoint {target} was not saved: {_reason(error)}"
+            self.parted = group is not None and isinstance(_root_cause(error), RuntimeError)
             if leads:
                 shutil.rmtree(partial, ignore_errors=True)
                 disk = "; is the disk full?" if isinstance(_root_cause(error), OSError) else ""

@@ -99,7 +99,7 @@ class Training:
         self.step, self.best_step, self.best_loss = 0, 0, math.inf
         self.validation_loss: float | None = None
         self._restore(start)
-        limit_waiting(train.timeout)
+        limit_waiting(world, train.timeout)
         self.log: Log | None = None
         world.agree(lambda: self._open_log(wandb) if world.leads else None)
         self.speed = Speed(config, world.device, world.size)
@@ -109,7 +109,7 @@ class Training:
 
     def run(self) -> Done:
         """Steps until the budget is spent or someone asks to stop."""
-        with stop_signals(alone=self.world.size == 1) as asked:
+        with stop_signals(self.world) as asked:
             try:
                 with naming_lost_ranks(self.world):  # before waiting for a save that may wait for a lost rank
                     stopped = False
@@ -297,24 +297,21 @@ def validate(engine: Engine, held_out: Loader, config: Config, world: World) -> 
 
 
 @contextmanager
-def stop_signals(alone: bool) -> Iterator[Callable[[], bool]]:
+def stop_signals(world: World) -> Iterator[Callable[[], bool]]:
     """SIGTERM and Ctrl-C become a wish to stop after this step. A second Ctrl-C of a process alone stops at once."""
     received: list[int] = []
 
     def handle(number: int, frame: types.FrameType | None) -> None:
-        if number == signal.SIGINT and received and alone:
+        if number == signal.SIGINT and received and world.size == 1:
             raise KeyboardInterrupt
         received.append(number)
 
     before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
-    ends_here = alone  # where one of many fails, torchrun terminates the others, which still have to say why
     try:
-        yield lambda: bool(received)
-        ends_here = True
+        yield lambda: bool(received) or world.terminated()
     finally:
-        if ends_here:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def check_batch(config: Config, processes: int) -> None:

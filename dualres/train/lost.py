@@ -3,26 +3,31 @@
 A rank that fails writes so into the store that `torchrun` keeps. A thread of every other rank looks there and answers;
 who has not answered in time is lost, and all say the same. Where all have answered, the one that failed may still wait
 for a checkpoint that all are saving: then the others have time until it has left.
+
+`torchrun` also terminates those that are left. A main thread may wait inside a library for the lost one and notice
+nothing: then the answering threads, which hear of the signal, call the roll. Where all answer, someone wants to stop.
 """
 
 import contextlib
+import faulthandler
 import json
+import math
 import os
 import signal
-import sys
+import socket
 import threading
 import time
-from collections.abc import Collection, Iterator
-from datetime import timedelta
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, Protocol
 
 import torch.distributed as dist
 
+from dualres.progress import say_as
 from dualres.train.errors import TrainError
 
 # In the store. Of many thousand ranks each asks for counts, and one alone for names.
 FAILED, LOST = "the first rank that failed, and why", "the ranks that did not answer"
-ANSWERS, COUNTS = "how many have answered", "how many look who has not"
+CALLED, ANSWERS, COUNTS = "a rank was terminated", "how many have answered", "how many look who has not"
 LEFT, LEAVING, ALL_LEAVE = "a rank has left after a failure", "how many leave", "all that are left leave"
 # Seconds between looks whether a rank has failed; that all have to answer then; to stop when the lost are known; and
 # that those who leave wait for each other.
@@ -72,20 +77,20 @@ def record_failure(store: Any, member: Member, error: Exception) -> str:
     return own
 
 
-def lost_ranks(store: Any, member: Member, ended: threading.Event = NEVER) -> list[int]:
+def lost_ranks(store: Any, member: Member, ended: threading.Event = NEVER, patience: float | None = None) -> list[int]:
     """The ranks that did not answer in time after the first failure: what the first rank to know has written.
 
     Whoever waits for it has until this rank has `ended`.
     """
-    end = time.monotonic() + ANSWER
+    end = time.monotonic() + (ANSWER if patience is None else patience)
     with contextlib.suppress(RuntimeError):  # without a store there is no one to ask
-        while time.monotonic() < end and not store.check([LOST]) and store.add(ANSWERS, 0) < member.size:
+        while time.monotonic() < end and not store.check([LOST]) and not _all_here(store, member):
             if ended.wait(_pause(member)):
                 return []
         if store.add(COUNTS, 1) > 1:
-            _wait(store, LOST, STOP)  # the first that counts may itself be lost
+            _wait(store, member, LOST, STOP)  # the first that counts may itself be lost
         if not store.check([LOST]):
-            everyone = range(member.size) if store.add(ANSWERS, 0) < member.size else ()
+            everyone = () if _all_here(store, member) else range(member.size)
             silent = [rank for rank in everyone if not store.check([_is_here(rank)])]
             store.compare_set(LOST, "", json.dumps(silent))
         return json.loads(store.get(LOST))
@@ -93,11 +98,38 @@ def lost_ranks(store: Any, member: Member, ended: threading.Event = NEVER) -> li
 
 
 @contextlib.contextmanager
-def answering(member: Member) -> Iterator[None]:
+def hearing_terminations() -> Iterator[Callable[[], bool]]:
+    """SIGTERM does not end this process. -> whether it has come, for every thread, while the main one waits too"""
+    reader, writer = socket.socketpair()
+    reader.setblocking(False)
+    writer.setblocking(False)
+    came = threading.Event()
+
+    def terminated() -> bool:
+        with contextlib.suppress(OSError):  # nothing there, or closed
+            while signals := reader.recv(64):
+                if signal.SIGTERM in signals:
+                    came.set()
+        return came.is_set()
+
+    handler = signal.signal(signal.SIGTERM, lambda *_: None)
+    descriptor = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    try:
+        yield terminated
+        signal.signal(signal.SIGTERM, handler)  # after a failure it is ignored until the end
+    finally:
+        signal.set_wakeup_fd(descriptor)
+        for end in (reader, writer):
+            end.close()
+
+
+@contextlib.contextmanager
+def answering(member: Member, terminated: Callable[[], bool]) -> Iterator[None]:
     """A thread that answers for this rank when another fails, also while this one waits for that other."""
     store: Any = dist.distributed_c10d._get_default_store()
     ended = threading.Event()
-    thread = threading.Thread(target=_answer, args=(store.clone(), member, ended), name="answering", daemon=True)
+    given = store.clone(), member, ended, terminated
+    thread = threading.Thread(target=_answer, args=given, name="answering", daemon=True)
     thread.start()
     try:
         yield
@@ -118,24 +150,34 @@ def leave_together(store: Any, member: Member) -> None:
     lost = json.loads(store.get(LOST)) if store.check([LOST]) else []
     if store.add(LEAVING, 1) + len(lost) >= member.size:
         store.set(ALL_LEAVE, "yes")
-    _wait(store, ALL_LEAVE, LEAVE)
+    _wait(store, member, ALL_LEAVE, LEAVE)
 
 
-def _answer(store: Any, member: Member, ended: threading.Event) -> None:
+def _answer(store: Any, member: Member, ended: threading.Event, terminated: Callable[[], bool]) -> None:
     """Ranks may wait for each other without end, one of them in the thread that saves: then this thread stops them."""
     with contextlib.suppress(RuntimeError):  # the store may go first
+        patience, called = ANSWER, math.inf  # when the roll was called
         while not store.check([FAILED]):
-            if ended.wait(LOOK):
+            if terminated():
+                store.set(CALLED, "yes")
+            if math.isinf(called) and store.check([CALLED]):
+                _here(store, member)
+                called = time.monotonic()
+            if time.monotonic() - called > ANSWER and not _all_here(store, member):
+                record_failure(store, member, RuntimeError("it was terminated, and not all answered"))
+                patience = 0.0
+            elif ended.wait(LOOK):
                 return
         _here(store, member)
-        lost = lost_ranks(store, member, ended)
+        lost = lost_ranks(store, member, ended, patience)
         while not lost and not store.check([LEFT]):
             if ended.wait(LOOK):
                 return
         if not ended.wait(STOP if lost else ANSWER):
             first = store.get(FAILED).decode()
-            print(f"dualres, rank {member.rank}: {_stops(member, first, lost, 'it still waits')}", file=sys.stderr)
-            sys.stderr.flush()
+            say_as(member.rank, _stops(member, first, lost, "it still waits"))
+            if not lost:  # then it may be this one that the others have waited for: it shows where it is
+                faulthandler.dump_traceback(file=2)
             os._exit(1)
 
 
@@ -154,9 +196,14 @@ def _is_here(rank: int) -> str:
     return f"rank {rank} is here"
 
 
-def _wait(store: Any, key: str, seconds: float) -> None:
-    with contextlib.suppress(RuntimeError):
-        store.wait([key], timedelta(seconds=seconds))
+def _all_here(store: Any, member: Member) -> bool:
+    return store.add(ANSWERS, 0) >= member.size
+
+
+def _wait(store: Any, member: Member, key: str, seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and not store.check([key]):
+        time.sleep(_pause(member))
 
 
 def _pause(member: Member) -> float:

@@ -1,8 +1,8 @@
 """The processes of a run: one, or as many as `torchrun` started."""
 
 import contextlib
-import copy
 import os
+import pickle
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -16,7 +16,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from dualres.train.errors import TrainError
 from dualres.train.heap import keep_freed_memory
-from dualres.train.lost import answering, named_ranks, naming_lost_ranks
+from dualres.train.lost import answering, hearing_terminations, named_ranks, naming_lost_ranks
 
 T = TypeVar("T")
 STARTING = timedelta(minutes=30)  # that ranks have to come, and then for each other until `limit_waiting`
@@ -31,6 +31,7 @@ class World(NamedTuple):
     device: torch.device
     control: dist.ProcessGroup | None  # gloo, for numbers and words between ranks; None for one process
     saving: dist.ProcessGroup | None  # another, for the thread that writes checkpoints
+    terminated: Callable[[], bool] = lambda: False  # whether SIGTERM has come, which does not end one process of many
 
     @property
     def leads(self) -> bool:
@@ -79,9 +80,9 @@ def agree(work: Callable[[], T], group: dist.ProcessGroup | None) -> list[T]:
 
 
 def _sendable(error: Exception | None) -> Exception | None:
-    """The error as other processes can make it again: some need more arguments than they keep."""
+    """The error as other processes can make it again: some hold a file, or need more arguments than they keep."""
     try:
-        return copy.copy(error)
+        return pickle.loads(pickle.dumps(error))  # our own, from this process
     except Exception:
         return RuntimeError(repr(error))
 
@@ -117,10 +118,12 @@ def join_world(device: str | None = None) -> Iterator[World]:
         world_size=size,
     )
     try:
-        world = World(rank, size, place, dist.new_group(backend="gloo"), dist.new_group(backend="gloo"))
-        with answering(world), naming_lost_ranks(world):
-            yield world
-            dist.barrier()  # without it a process may leave while another still talks to it
+        control, saving = dist.new_group(backend="gloo"), dist.new_group(backend="gloo")
+        with hearing_terminations() as terminated:
+            world = World(rank, size, place, control, saving, terminated)
+            with answering(world, terminated), naming_lost_ranks(world):
+                yield world
+                dist.barrier()  # without it a process may leave while another still talks to it
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -159,8 +162,9 @@ def name_start(store: Any, rank: int, size: int, limit: timedelta = STARTING) ->
     return own
 
 
-def limit_waiting(seconds: float) -> None:
-    """From now on, a rank that waits so long for another gives up, in every group there is."""
+def limit_waiting(world: World, seconds: float) -> None:
+    """From now on, a rank that waits so long for another gives up; but for saving, which may wait for a slow disk."""
     if dist.is_initialized():
         for group in dist.distributed_c10d._world.pg_map:
-            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+            if group is not world.saving:
+                dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)

@@ -1,9 +1,13 @@
-"""`dualres train` with a fault on one rank: FAULT="2 raises" torchrun … -m tests.parallel.fault_worker train …"""
+"""`dualres train` with a fault on one rank: FAULT="2 raises" torchrun … -m tests.parallel.fault_worker train …
+
+It happens once, where ONCE names a file that is not there yet.
+"""
 
 import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,36 +15,72 @@ import torch.distributed as dist
 
 from dualres.cli import main
 from dualres.train import checkpoint, loop
-from dualres.train.world import World
 
 REASON = "a value that only this rank has"
-STEP = 3
+STEP = 8  # after two saves, of which the first is whole
 
 
-def raises(training: loop.Training, *arguments: Any) -> None:
-    record(training, *arguments)
-    if training.step == STEP:
-        raise ValueError(REASON)
+def raises(*_: Any) -> None:
+    raise ValueError(REASON)
 
 
-def killed_while_saving(folder: Path, world: World) -> dict[str, list[Any]]:
+def killed(*_: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
-    raise AssertionError("it lives on")
 
 
-def leaves_late() -> None:
+def stopped(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def sleeps(*_: Any) -> None:
+    time.sleep(3600)
+
+
+def late(*_: Any) -> None:
     time.sleep(3)  # longer than torchrun takes to notice that another has ended
-    destroy_process_group()
 
+
+def late_for_the_others(*_: Any) -> None:
+    time.sleep(15)
+
+
+def at_step(training: loop.Training, *_: Any) -> bool:
+    return training.step == STEP
+
+
+def at_once(*_: Any) -> bool:
+    return True
+
+
+def before(owner: Any, name: str, fault: Callable[..., None], when: Callable[..., bool] = at_once) -> None:
+    """Let it happen when the function is called."""
+    function, once = getattr(owner, name), os.environ.get("ONCE")
+
+    def faulty(*arguments: Any, **options: Any) -> Any:
+        if when(*arguments) and not (once and Path(once).exists()):
+            if once:
+                Path(once).touch()
+            fault()
+        return function(*arguments, **options)
+
+    setattr(owner, name, faulty)
+
+
+FAULTS: dict[str, Callable[[], None]] = {
+    "raises": lambda: before(loop.Training, "_record", raises, at_step),
+    "killed": lambda: before(loop.Training, "_record", killed, at_step),
+    "stopped": lambda: before(loop.Training, "_record", stopped, at_step),
+    "sleeps": lambda: before(loop.Training, "_record", sleeps, at_step),
+    "killed_at_the_start": lambda: before(loop, "build_engine", killed),
+    "killed_while_saving": lambda: before(checkpoint, "_sums", killed),
+    "late_to_save": lambda: before(checkpoint, "_sums", late_for_the_others),
+    "late_to_leave": lambda: before(dist, "destroy_process_group", late),
+}
 
 if __name__ == "__main__":
     rank, fault = os.environ["FAULT"].split()
-    record, destroy_process_group = loop.Training._record, dist.destroy_process_group
-    places = {
-        "raises": (loop.Training, "_record", raises),
-        "killed_while_saving": (checkpoint, "_sums", killed_while_saving),
-        "leaves_late": (dist, "destroy_process_group", leaves_late),
-    }
     if rank == os.environ["RANK"]:
-        setattr(*places[fault])
+        FAULTS[fault]()
+    elif os.environ.get("OTHERS"):
+        FAULTS[os.environ["OTHERS"]]()
     sys.exit(main(sys.argv[1:]))

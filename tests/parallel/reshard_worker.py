@@ -22,7 +22,7 @@ from dualres.train.world import World, join_world
 from tests.parallel.cases import MESHES, Case, config_of, share, stirred_parts
 
 ALONE = World(0, 1, torch.device("cpu"), None, None)
-CASE = Case("dar-block", "moe", 1, (("tied_embeddings", False),))
+CASE = Case("dar-block", "moe", 7, (("tied_embeddings", False),))  # every token has its experts by a margin
 SAVED = 2  # steps
 STATE = {"best_step": SAVED}
 SAME = {"layers": 7, "global_batch": 8, "tokens": 8 * 8 * 3}  # four micro-batches, whatever the mesh
