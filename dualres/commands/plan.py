@@ -20,6 +20,7 @@ from dualres.train.checks import USED_BY_ENGINE
 
 BESIDE = ("standard", "attnres-block", "dar-block")
 MOST_GPUS = 1_000_000
+CREDIBLE = 1e-9, 1e30  # numbers of hardware, in whatever unit
 OPTIONS = {  # field of Hardware -> option and what it is
     "peak_flops": ("--peak-flops", "of a GPU, in the precision of the products"),
     "utilisation": ("--utilisation", "share of them that products reach"),
@@ -113,6 +114,8 @@ def hardware_of(given: argparse.Namespace) -> Hardware:
     for option, value in options.items():
         if not 0 < value < math.inf:
             raise ConfigError(f"{option} {value} is not positive and finite: use a number above 0")
+        if not CREDIBLE[0] <= value <= CREDIBLE[1]:
+            raise ConfigError(f"{option} {value:g} is true of no hardware: use a number between 1e-9 and 1e30")
     if given.utilisation > 1:
         raise ConfigError(f"--utilisation {given.utilisation:g} is above 1, the whole peak: use 0.5, say")
     if given.gpus > MOST_GPUS:

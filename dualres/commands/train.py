@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import shlex
 import sys
 from pathlib import Path
@@ -100,9 +101,15 @@ def started(given: argparse.Namespace) -> Config:
 
 def _plan(config: Config, given: argparse.Namespace, out: Path) -> int:
     for option, value in (("--gpus", given.gpus), ("--gpu-memory", given.gpu_memory)):
-        if value is not None and value <= 0:
-            raise ConfigError(f"{option} {value} is not positive: use 1 or more")
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError(f"{option} {value} is not positive and finite: use 1 or more")
     ranks = given.gpus or 1
+    if given.gpu_memory is not None and plan.cut(config, ranks):
+        raise ConfigError(
+            "--gpu-memory is not compared here where train.parallel cuts the model: use "
+            f"dualres plan {given.scale} {given.residual} --gpus {ranks} --gpu-memory {given.gpu_memory:g}, with the "
+            "same --set"
+        )
     places = Places(given.data, out, made_at_start=given.data == DEFAULT_DATA)
     made = plan.make_plan(config, ranks, places, launch(given, ranks), given.gpu_memory, given.wandb is not None)
     if given.json:

@@ -62,7 +62,7 @@ def choose(config: Config, processes: int, hardware: Hardware, fixed: Fixed, sho
         """Better ones first; seconds that differ by rounding are the same."""
         return float(f"{seconds:.9g}"), train.micro_batch != config.train.micro_batch, -train.micro_batch
 
-    show(f"{processes:,} GPUs: how they can be cut")
+    show(f"{processes:,} {'GPU' if processes == 1 else 'GPUs'}: how they can be cut")
     found = [(order(row.config.train, row.seconds), row) for row in rows(config, processes, hardware, fixed)]
     best: tuple[tuple[float, bool, int], Chosen] | None = None
     least = math.inf

@@ -50,10 +50,12 @@ class Places(NamedTuple):
 
 def check_start(config: Config, ranks: int, parameters: int, places: Places, wandb: bool = False) -> list[Check]:
     """Everything that the start would refuse or that a user should know first."""
-    rows = [
-        _checked("batch", lambda: _batch(config, ranks)),
-        _checked("engine", lambda: _engine(config, ranks)),
-    ]
+    try:
+        engine_mesh(config, ranks)
+        rows = [_checked("batch", lambda: _batch(config, ranks))]
+    except ConfigError as error:
+        rows = [Check("mesh", "problem", str(error))]
+    rows.append(_checked("engine", lambda: _engine(config, ranks)))
     if wandb:
         rows.append(_checked("wandb", lambda: _package("wandb", "wandb", "--wandb")))
     here = torch.cuda.device_count()

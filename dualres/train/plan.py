@@ -148,10 +148,15 @@ def _schedule(config: Config) -> Schedule:
     return Schedule(train.warmup_steps, train.learning_rate, peak, train.min_learning_rate, "cosine", samples)
 
 
+def cut(config: Config, ranks: int) -> bool:
+    """Whether so many ranks share the model in other ways than by data."""
+    parallel = config.train.parallel
+    return engine_or_asked(config, ranks) == "fsdp2" and max(parallel.tensor, parallel.pipeline, parallel.expert) > 1
+
+
 def _memory(config: Config, ranks: int, parts: list[Part], gpu_memory: float | None) -> Check:
     needed = f"{total(parts) / GIB:.1f} GiB"
-    parallel = config.train.parallel
-    if engine_or_asked(config, ranks) == "fsdp2" and max(parallel.tensor, parallel.pipeline, parallel.expert) > 1:
+    if cut(config, ranks):
         return Check("memory", "note", f"{needed} if all ranks were data-parallel: dualres plan counts this mesh")
     if gpu_memory is None:
         return Check("memory", "note", f"{needed} on each rank: give --gpu-memory GiB to compare")

@@ -132,6 +132,7 @@ REFUSED = {
     "memory": (["--gpus", "8", "--gpu-memory", "0"], "--gpu-memory 0.0 is not positive"),
     "no end of memory": (["--gpus", "8", "--gpu-memory", "inf"], "--gpu-memory inf is not positive and finite"),
     "flops": (["--gpus", "8", "--peak-flops", "inf"], "--peak-flops inf is not positive and finite"),
+    "hardly a flop": (["--gpus", "8", "--peak-flops", "1e-300"], "--peak-flops 1e-300 is true of no hardware"),
     "utilisation": (["--gpus", "8", "--utilisation", "1.5"], "--utilisation 1.5 is above 1"),
     "gpus": (["--gpus", str(10**24)], "are more than a plan is made for: use at most 1,000,000"),
     "ddp": (["--gpus", "8", "--set", "train.engine=ddp"], "train.engine=ddp is not what a plan for 8 GPUs starts: use"),

@@ -334,7 +334,28 @@ def test_a_plan_is_asked_for(arguments: list[str], monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("gpus", ["0", "-8"])
 def test_a_plan_for_no_gpu(gpus: str, capsys: pytest.CaptureFixture[str]):
     assert main(["train", "nano", "dar-block", "--dry-run", f"--gpus={gpus}"]) == 2
-    assert capsys.readouterr().err == f"dualres: --gpus {gpus} is not positive: use 1 or more\n"
+    assert capsys.readouterr().err == f"dualres: --gpus {gpus} is not positive and finite: use 1 or more\n"
+
+
+@pytest.mark.parametrize("memory", ["nan", "inf", "-1"])
+def test_a_plan_for_no_memory(memory: str, capsys: pytest.CaptureFixture[str]):
+    assert main(["train", "nano", "dar-block", "--dry-run", f"--gpu-memory={memory}"]) == 2
+    assert "is not positive and finite" in capsys.readouterr().err
+
+
+def test_the_memory_of_a_mesh_is_for_dualres_plan(elsewhere: Path, capsys: pytest.CaptureFixture[str]):
+    mesh = {"train__parallel__pipeline": 2, "train__tokens": 40_960}
+    assert main(["train", *tiny("--gpus", "2", "--gpu-memory", "80", **mesh), "--dry-run"]) == 2
+    assert "use dualres plan nano dar-block --gpus 2 --gpu-memory 80, with the same" in capsys.readouterr().err
+
+
+def test_an_impossible_mesh_is_called_one(elsewhere: Path, capsys: pytest.CaptureFixture[str]):
+    code, made = plan_of(*tiny("--gpus", "3", train__parallel__pipeline=2), capsys=capsys)
+    assert code == 1
+    state, says = checks_of(made)["mesh"]
+    assert state == "problem"
+    assert "does not divide 3 processes" in says
+    assert "batch" not in checks_of(made)
 
 
 def test_a_launch_over_machines(elsewhere: Path, capsys: pytest.CaptureFixture[str]):
