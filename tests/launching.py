@@ -36,7 +36,7 @@ def assert_nothing_wrong(commands: Sequence[list[str]], folder: Path, timeout: i
             processes.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=file))
     try:
         processes[0].wait(timeout)
-        processes[-1].wait(30)
+        processes[-1].wait(120)
     except subprocess.TimeoutExpired:
         pass  # then a case did not run, or a process ended by the signal below
     finally:

@@ -19,7 +19,7 @@ from tests.launching import assert_nothing_wrong
 from tests.megatron.layouts import LAYOUTS
 from tests.small import model_config
 
-TIMEOUT = 480  # seconds; a collective that never ends gives up after 60
+TIMEOUT = 900  # seconds; a collective that never ends gives up after 300
 needs_megatron = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
 
 

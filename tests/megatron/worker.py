@@ -233,7 +233,7 @@ def main(rank: int, folder: Path, name: str) -> None:
     layout = LAYOUTS[name]
     torch.set_num_threads(1)
     rendezvous = f"file://{folder}/rendezvous"  # no port to choose, none to collide
-    dist.init_process_group("gloo", rendezvous, timedelta(seconds=60), world_size=layout.ranks, rank=rank)
+    dist.init_process_group("gloo", rendezvous, timedelta(seconds=300), world_size=layout.ranks, rank=rank)
     parallel_state.initialize_model_parallel(**layout.sizes())
     model_parallel_cuda_manual_seed(1)
     results = {case: ["did not run"] for case in cases(name)}

@@ -180,7 +180,7 @@ GROUPS: dict[str, dict[str, Case]] = {
 def main(rank: int, folder: Path, group: str) -> None:
     torch.set_num_threads(1)
     rendezvous = f"file://{folder}/rendezvous"  # no port to choose, none to collide
-    dist.init_process_group("gloo", rendezvous, timedelta(seconds=60), world_size=RANKS, rank=rank)
+    dist.init_process_group("gloo", rendezvous, timedelta(seconds=300), world_size=RANKS, rank=rank)
     mesh = init_device_mesh("cpu", (RANKS,))
     results = {}
     for name, case in GROUPS[group].items():
