@@ -1,0 +1,40 @@
+"""Saves that fail: of what kind the failure is decides whether the run goes on."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dualres.train import checkpoint
+from dualres.train.checkpoint import Checkpoints
+from dualres.train.world import World
+
+GLOO: Any = object()  # a group that is never used
+
+
+def failing_saves(folder: Path, error: Exception, monkeypatch: pytest.MonkeyPatch) -> Checkpoints:
+    """Of one of two ranks, whose first save fails so."""
+
+    def agree(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(checkpoint, "agree", agree)
+    saves = Checkpoints(folder, World(1, 2, torch.device("cpu"), GLOO, GLOO), keep=1, say=print)
+    saves.save(1, {}, {"best_step": 0})
+    saves.wait()
+    assert saves.failure == f"checkpoint {folder / 'step-000000001'} was not saved: {error}"
+    return saves
+
+
+def test_a_full_disk_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    saves = failing_saves(tmp_path, OSError(28, "No space left on device"), monkeypatch)
+    saves.save(2, {}, {"best_step": 0})
+    saves.wait()
+
+
+def test_ranks_that_can_no_longer_save_together_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A group that has broken stays so: without a checkpoint, what is trained after it would be lost."""
+    saves = failing_saves(tmp_path, RuntimeError("Application timeout caused pair closure"), monkeypatch)
+    with pytest.raises(RuntimeError, match=r"pair closure; the ranks can no longer save together$"):
+        saves.save(2, {}, {"best_step": 0})
