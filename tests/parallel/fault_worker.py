@@ -40,10 +40,6 @@ def late(*_: Any) -> None:
     time.sleep(3)  # longer than torchrun takes to notice that another has ended
 
 
-def late_for_the_others(*_: Any) -> None:
-    time.sleep(15)
-
-
 def at_step(training: loop.Training, *_: Any) -> bool:
     return training.step == STEP
 
@@ -73,7 +69,6 @@ FAULTS: dict[str, Callable[[], None]] = {
     "sleeps": lambda: before(loop.Training, "_record", sleeps, at_step),
     "killed_at_the_start": lambda: before(loop, "build_engine", killed),
     "killed_while_saving": lambda: before(checkpoint, "_sums", killed),
-    "late_to_save": lambda: before(checkpoint, "_sums", late_for_the_others),
     "late_to_leave": lambda: before(dist, "destroy_process_group", late),
 }
 

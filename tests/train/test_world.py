@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import HashStore, Store
 from dualres.train import lost
 from dualres.train.errors import TrainError
 from dualres.train.lost import NEVER, hearing_terminations, lost_ranks, naming_lost_ranks, record_failure
-from dualres.train.world import World, _sendable, name_start
+from dualres.train.world import STARTING, World, _sendable, limit_waiting, name_start
 
 SIZE, SOON = 4, timedelta(seconds=60)
 GLOO: Any = object()  # a group that is never used
@@ -209,6 +209,20 @@ def test_a_signal_is_heard_while_the_main_thread_waits():
         assert terminated()
     assert signal.getsignal(signal.SIGTERM) is before
     assert signal.set_wakeup_fd(-1) == -1
+
+
+@pytest.mark.skipif(not dist.is_gloo_available(), reason="this PyTorch was built without gloo")
+def test_saving_may_wait_for_a_slow_disk():
+    """A group that has waited too long is broken for good, and with it all later checkpoints."""
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1, timeout=STARTING)
+    try:
+        control, saving = dist.new_group(backend="gloo"), dist.new_group(backend="gloo")
+        limit_waiting(World(0, 1, torch.device("cpu"), control, saving), 7.0)
+        groups: list[Any] = [dist.group.WORLD, control, saving]
+        limits = [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
+    finally:
+        dist.destroy_process_group()
+    assert limits == [timedelta(seconds=7), timedelta(seconds=7), STARTING]
 
 
 def test_an_error_that_cannot_be_sent_keeps_its_words(tmp_path: Path):
