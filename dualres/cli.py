@@ -50,7 +50,7 @@ def run() -> None:
 
 
 def _failed(what: object, code: int) -> int:
-    say_as(int(os.environ.get("RANK", "0")), what)
+    say_as(os.environ.get("RANK", "0"), what)
     return code
 
 

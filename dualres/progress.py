@@ -44,9 +44,9 @@ class Progress:
             self.shown = False
 
 
-def say_as(rank: int, text: object) -> None:
+def say_as(rank: int | str, text: object) -> None:
     """A line of one rank of several, in one piece: others may speak at the same moment."""
-    sys.stderr.write(f"dualres: {text}\n" if rank == 0 else f"dualres, rank {rank}: {text}\n")
+    sys.stderr.write(f"dualres: {text}\n" if str(rank) == "0" else f"dualres, rank {rank}: {text}\n")
     sys.stderr.flush()
 
 

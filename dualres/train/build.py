@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from dualres.config import Config, TrainConfig
@@ -121,10 +121,10 @@ def _shard_units(config: Config, world: World, groups: Groups, decoder: Decoder,
 
         A vocabulary in ranges of unequal size is cut along its width: PyTorch's checkpoints confuse rows of such ones.
         """
-        cut = dimensions(parameter)
-        if "experts" in cut:
+        if "experts" in dimensions(parameter):
             return ShardPlacementResult(Shard(1 if parameter.shape[1] % sizes.rest == 0 else 0), rest)
-        return Shard(1) if "tensor" in cut and parameter.shape[0] % sizes.tensor else None
+        rows = isinstance(parameter, DTensor) and parameter.placements == (Shard(0),)
+        return Shard(1) if rows and parameter.shape[0] % sizes.tensor else None
 
     for unit in units:
         for part in unit.modules():

@@ -48,7 +48,8 @@ class Checkpoints:
         if self.parted:
             raise RuntimeError(f"{self.failure}; the ranks can no longer save together")
         copy = DefaultStager(StagingOptions(False, False, False, False)).stage(tensors)
-        self.saving = threading.Thread(target=self._write, args=(step, copy, state), name="checkpoint")
+        self.world.busy.set()
+        self.saving = threading.Thread(target=self._write_and_rest, args=(step, copy, state), name="checkpoint")
         self.saving.start()
 
     def wait(self) -> None:
@@ -85,6 +86,12 @@ class Checkpoints:
         """What is wrong with it, found by all ranks together."""
         shares = self.world.agree(lambda: damage(checkpoint, self.world))
         return [fault for share in shares for fault in share]
+
+    def _write_and_rest(self, *given: Any) -> None:
+        try:
+            self._write(*given)
+        finally:
+            self.world.busy.clear()
 
     def _write(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
         target = self.folder / step_name(step)

@@ -77,7 +77,8 @@ def check_start(config: Config, ranks: int, parameters: int, places: Places, wan
     elsewhere = disk.state == "problem" and ranks > max(1, here)
     rows.append(Check("disk", "note", f"in this machine: {disk.says}") if elsewhere else disk)
     unused = unused_mesh(config, engine_or_asked(config, ranks))
-    return [*rows, Check("mesh", "note", unused)] if unused else rows
+    refused = rows[0].name == "mesh"
+    return [*rows, Check("mesh", "note", unused)] if unused and not refused else rows
 
 
 def unused_mesh(config: Config, engine: str) -> str | None:

@@ -72,7 +72,10 @@ def train(
         check_vocabulary(config, data, index)
         world.agree(lambda: run.open_run(folder, config, data, index, start) if world.leads else None)
         _verify(config, data, folder, index, world, progress)
-        return Training(config, data, folder, index, world, progress, wandb, start).run()
+        training = Training(config, data, folder, index, world, progress, wandb, start)
+        if world.sum([float(world.terminated())])[0] > 0:
+            raise TrainError("terminated before the first step, and nothing is lost: the same command starts again")
+        return training.run()
 
 
 class Training:

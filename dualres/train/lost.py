@@ -21,6 +21,7 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any, Protocol
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
 
 from dualres.progress import say_as
 from dualres.train.errors import TrainError
@@ -33,6 +34,7 @@ LEFT, LEAVING, ALL_LEAVE = "a rank has left after a failure", "how many leave", 
 # that those who leave wait for each other.
 # Together less than the 30 that torchrun leaves the others, from when the first process ended until it kills them.
 LOOK, ANSWER, STOP, LEAVE = 2.0, 15.0, 5.0, 5.0
+TRIES = 5  # of a store that does not reply
 NEVER = threading.Event()
 
 
@@ -77,33 +79,46 @@ def record_failure(store: Any, member: Member, error: Exception) -> str:
     return own
 
 
-def lost_ranks(store: Any, member: Member, ended: threading.Event = NEVER, patience: float | None = None) -> list[int]:
+def lost_ranks(store: Any, member: Member, ended: threading.Event = NEVER) -> list[int]:
     """The ranks that did not answer in time after the first failure: what the first rank to know has written.
 
     Whoever waits for it has until this rank has `ended`.
     """
-    end = time.monotonic() + (ANSWER if patience is None else patience)
+    end = time.monotonic() + ANSWER
     with contextlib.suppress(RuntimeError):  # without a store there is no one to ask
         while time.monotonic() < end and not store.check([LOST]) and not _all_here(store, member):
             if ended.wait(_pause(member)):
                 return []
-        if store.add(COUNTS, 1) > 1:
-            _wait(store, member, LOST, STOP)  # the first that counts may itself be lost
-        if not store.check([LOST]):
-            everyone = () if _all_here(store, member) else range(member.size)
-            silent = [rank for rank in everyone if not store.check([_is_here(rank)])]
-            store.compare_set(LOST, "", json.dumps(silent))
-        return json.loads(store.get(LOST))
+        return _verdict(store, store, member)
     return []
+
+
+def _verdict(store: Any, answers: Any, member: Member) -> list[int]:
+    """Who is lost, by the answers that are there: one counts for all."""
+    if store.add(COUNTS, 1) > 1:
+        _wait(store, member, LOST, STOP)  # the first that counts may itself be lost
+    if not store.check([LOST]):
+        silent = [] if _all_here(answers, member) else _silent(answers, range(member.size))
+        store.compare_set(LOST, "", json.dumps(silent))
+    return json.loads(store.get(LOST))
+
+
+def _silent(answers: Any, ranks: range) -> list[int]:
+    """Those of `ranks` that have not answered, by halves."""
+    if answers.check([_is_here(rank) for rank in ranks]):
+        return []
+    if len(ranks) == 1:
+        return [*ranks]
+    middle = len(ranks) // 2
+    return _silent(answers, ranks[:middle]) + _silent(answers, ranks[middle:])
 
 
 @contextlib.contextmanager
 def hearing_terminations() -> Iterator[Callable[[], bool]]:
     """SIGTERM does not end this process. -> whether it has come, for every thread, while the main one waits too"""
-    reader, writer = socket.socketpair()
-    reader.setblocking(False)
-    writer.setblocking(False)
-    came = threading.Event()
+    came, (reader, writer) = threading.Event(), socket.socketpair()
+    for end in (reader, writer):
+        end.setblocking(False)
 
     def terminated() -> bool:
         with contextlib.suppress(OSError):  # nothing there, or closed
@@ -112,8 +127,8 @@ def hearing_terminations() -> Iterator[Callable[[], bool]]:
                     came.set()
         return came.is_set()
 
-    handler = signal.signal(signal.SIGTERM, lambda *_: None)
     descriptor = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    handler = signal.signal(signal.SIGTERM, lambda *_: None)
     try:
         yield terminated
         signal.signal(signal.SIGTERM, handler)  # after a failure it is ignored until the end
@@ -124,11 +139,14 @@ def hearing_terminations() -> Iterator[Callable[[], bool]]:
 
 
 @contextlib.contextmanager
-def answering(member: Member, terminated: Callable[[], bool]) -> Iterator[None]:
-    """A thread that answers for this rank when another fails, also while this one waits for that other."""
+def answering(member: Member, terminated: Callable[[], bool], busy: threading.Event) -> Iterator[None]:
+    """A thread that answers for this rank when another fails, also while this one waits for that other.
+
+    `terminated`: whether SIGTERM has come. `busy`: set while ranks save, and may be slow to answer.
+    """
     store: Any = dist.distributed_c10d._get_default_store()
     ended = threading.Event()
-    given = store.clone(), member, ended, terminated
+    given = store.clone(), member, ended, terminated, busy
     thread = threading.Thread(target=_answer, args=given, name="answering", daemon=True)
     thread.start()
     try:
@@ -153,32 +171,45 @@ def leave_together(store: Any, member: Member) -> None:
     _wait(store, member, ALL_LEAVE, LEAVE)
 
 
-def _answer(store: Any, member: Member, ended: threading.Event, terminated: Callable[[], bool]) -> None:
+def _answer(
+    store: Any, member: Member, ended: threading.Event, terminated: Callable[[], bool], busy: threading.Event
+) -> None:
+    """Watch, also after the store has once not replied."""
+    for _ in range(TRIES):
+        with contextlib.suppress(RuntimeError):
+            return _watch(store, member, ended, terminated, busy)
+        if ended.wait(LOOK):
+            return
+
+
+def _watch(
+    store: Any, member: Member, ended: threading.Event, terminated: Callable[[], bool], busy: threading.Event
+) -> None:
     """Ranks may wait for each other without end, one of them in the thread that saves: then this thread stops them."""
-    with contextlib.suppress(RuntimeError):  # the store may go first
-        patience, called = ANSWER, math.inf  # when the roll was called
-        while not store.check([FAILED]):
-            if terminated():
-                store.set(CALLED, "yes")
-            if math.isinf(called) and store.check([CALLED]):
-                _here(store, member)
-                called = time.monotonic()
-            if time.monotonic() - called > ANSWER and not _all_here(store, member):
-                record_failure(store, member, RuntimeError("it was terminated, and not all answered"))
-                patience = 0.0
-            elif ended.wait(LOOK):
-                return
-        _here(store, member)
-        lost = lost_ranks(store, member, ended, patience)
-        while not lost and not store.check([LEFT]):
-            if ended.wait(LOOK):
-                return
-        if not ended.wait(STOP if lost else ANSWER):
-            first = store.get(FAILED).decode()
-            say_as(member.rank, _stops(member, first, lost, "it still waits"))
-            if not lost:  # then it may be this one that the others have waited for: it shows where it is
-                faulthandler.dump_traceback(file=2)
-            os._exit(1)
+    roll, called = PrefixStore("roll", store), math.inf  # answers to a call, and when it was heard
+    while not store.check([FAILED]):
+        if terminated():
+            store.set(CALLED, "yes")
+        if math.isinf(called) and store.check([CALLED]):
+            _here(roll, member)
+            called = time.monotonic()
+        # All ranks save together, and one that writes a large file may not answer until it has.
+        late = time.monotonic() - called > ANSWER and not busy.is_set()
+        if late and not _all_here(roll, member) and _verdict(store, roll, member):
+            record_failure(store, member, RuntimeError("it was terminated, and not all answered"))
+        elif ended.wait(LOOK):
+            return
+    _here(store, member)
+    lost = lost_ranks(store, member, ended)
+    while not lost and not store.check([LEFT]):
+        if ended.wait(LOOK):
+            return
+    if not ended.wait(STOP if lost else ANSWER):
+        first = store.get(FAILED).decode()
+        say_as(member.rank, _stops(member, first, lost, "it still waits"))
+        if not lost:  # then it may be this one that the others have waited for: it shows where it is
+            faulthandler.dump_traceback(file=2)
+        os._exit(1)
 
 
 def _ignore_terminations() -> None:
@@ -207,8 +238,11 @@ def _wait(store: Any, member: Member, key: str, seconds: float) -> None:
 
 
 def _pause(member: Member) -> float:
-    """Seconds between two questions, so that all ranks together ask one store for at most ten thousand a second."""
-    return max(0.05, member.size / 10_000)
+    """Seconds between looks, so that all ranks together ask one store for at most ten thousand things a second.
+
+    (Two things each, in two threads.)
+    """
+    return max(0.05, 4 * member.size / 10_000)
 
 
 def _stops(member: Member, first: str, lost: Collection[int], reason: str) -> str:

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import pickle
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -32,6 +33,7 @@ class World(NamedTuple):
     control: dist.ProcessGroup | None  # gloo, for numbers and words between ranks; None for one process
     saving: dist.ProcessGroup | None  # another, for the thread that writes checkpoints
     terminated: Callable[[], bool] = lambda: False  # whether SIGTERM has come, which does not end one process of many
+    busy: threading.Event = threading.Event()  # set while this rank saves, and may be slow to answer
 
     @property
     def leads(self) -> bool:
@@ -120,8 +122,8 @@ def join_world(device: str | None = None) -> Iterator[World]:
     try:
         control, saving = dist.new_group(backend="gloo"), dist.new_group(backend="gloo")
         with hearing_terminations() as terminated:
-            world = World(rank, size, place, control, saving, terminated)
-            with answering(world, terminated), naming_lost_ranks(world):
+            world = World(rank, size, place, control, saving, terminated, threading.Event())
+            with answering(world, terminated, world.busy), naming_lost_ranks(world):
                 yield world
                 dist.barrier()  # without it a process may leave while another still talks to it
     finally:
@@ -163,8 +165,9 @@ def name_start(store: Any, rank: int, size: int, limit: timedelta = STARTING) ->
 
 
 def limit_waiting(world: World, seconds: float) -> None:
-    """From now on, a rank that waits so long for another gives up; but for saving, which may wait for a slow disk."""
+    """From now on, a rank that waits so long for another gives up; saving, for a slow disk, not before `STARTING`."""
     if dist.is_initialized():
+        limit = timedelta(seconds=seconds)
         for group in dist.distributed_c10d._world.pg_map:
-            if group is not world.saving:
-                dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+            patience = max(limit, STARTING) if group is world.saving else limit
+            dist.distributed_c10d._set_pg_timeout(patience, group)

@@ -19,9 +19,9 @@ from dualres.train.build import build_engine
 from dualres.train.checkpoint import Checkpoints
 from dualres.train.engine import Engine
 from dualres.train.world import World, join_world
-from tests.parallel.cases import MESHES, Case, config_of, share, stirred_parts
+from tests.parallel.cases import ACTIVE, MESHES, Case, config_of, share, stirred_parts, watched_routers
+from tests.parallel.mesh_worker import ALONE, MARGIN
 
-ALONE = World(0, 1, torch.device("cpu"), None, None)
 CASE = Case("dar-block", "moe", 7, (("tied_embeddings", False),))  # every token has its experts by a margin
 SAVED = 2  # steps
 STATE = {"best_step": SAVED}
@@ -70,9 +70,12 @@ def alone(folder: Path) -> list[float]:
     begin("alone", Mesh(), folder, ALONE)
     config = config_of(CASE, Mesh(), **SAME)
     engine = build_engine(config, ALONE, end_of_text=0)
-    for number in range(SAVED):
-        step(config, engine, number)
-    return step(config, engine, SAVED)
+    with watched_routers(ACTIVE) as gaps:
+        for number in range(SAVED):
+            step(config, engine, number)
+        last = step(config, engine, SAVED)
+    assert min(gaps) >= MARGIN
+    return last
 
 
 def main(folder: Path) -> None:

@@ -15,7 +15,8 @@ from tests.launching import torchrun
 from tests.parallel import uneven_worker
 from tests.parallel.cases import MESHES, cases, config_of
 from tests.parallel.checks_worker import CHECKS
-from tests.parallel.reshard_worker import ALONE, CASE, SAME, go_on
+from tests.parallel.mesh_worker import ALONE
+from tests.parallel.reshard_worker import CASE, SAME, go_on
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="this PyTorch was built without gloo")
 
@@ -44,13 +45,14 @@ def test_checkpoints_move_between_all_meshes(tmp_path: Path):
 
 @pytest.mark.slow
 def test_a_vocabulary_that_tensor_groups_do_not_divide_is_saved(tmp_path: Path):
-    torchrun("tests.parallel.uneven_worker", uneven_worker.MESH.processes, str(tmp_path))
-    trained = load_file(tmp_path / "trained.safetensors")
-    engine = build_engine(config_of(uneven_worker.CASE, Mesh(), uneven_worker.LAYERS), ALONE, end_of_text=0)
-    tensors = engine.tensors()
-    Checkpoints(tmp_path / "checkpoints", ALONE, keep=1, say=print).restore(tensors)
-    assert tensors.keys() == trained.keys()
-    assert [name for name in tensors if not torch.equal(tensors[name], trained[name])] == []
+    torchrun("tests.parallel.uneven_worker", uneven_worker.PROCESSES, str(tmp_path))
+    for name, (_, case) in uneven_worker.CASES.items():
+        trained = load_file(tmp_path / f"{name}.safetensors")
+        engine = build_engine(config_of(case, Mesh(), uneven_worker.LAYERS), ALONE, end_of_text=0)
+        tensors = engine.tensors()
+        Checkpoints(tmp_path / name, ALONE, keep=1, say=print).restore(tensors)
+        assert tensors.keys() == trained.keys()
+        assert [key for key in tensors if not torch.equal(tensors[key], trained[key])] == [], name
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Saves that fail: of what kind the failure is decides whether the run goes on."""
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -38,3 +39,22 @@ def test_ranks_that_can_no_longer_save_together_stop(tmp_path: Path, monkeypatch
     saves = failing_saves(tmp_path, RuntimeError("Application timeout caused pair closure"), monkeypatch)
     with pytest.raises(RuntimeError, match=r"pair closure; the ranks can no longer save together$"):
         saves.save(2, {}, {"best_step": 0})
+
+
+def test_a_rank_is_busy_while_it_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    world = World(0, 1, torch.device("cpu"), None, None, busy=threading.Event())
+    saves, seen = Checkpoints(tmp_path, world, keep=1, say=print), []
+    begin = Checkpoints._begin
+
+    def watched(self: Checkpoints, partial: Path) -> None:
+        seen.append(world.busy.is_set())
+        begin(self, partial)
+
+    monkeypatch.setattr(Checkpoints, "_begin", watched)
+    assert not world.busy.is_set()
+    saves.save(1, {"model.weight": torch.ones(3)}, {"best_step": 0})
+    assert saves.saving is not None
+    saves.saving.join()
+    assert seen == [True]
+    assert saves.failure is None
+    assert not world.busy.is_set()
