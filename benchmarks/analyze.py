@@ -10,11 +10,11 @@ import time
 
 import torch
 
-from dualres.analyze.measure import Protocol, analyse
-from dualres.experiment import load_config
+from dualres.analyze.analysis import Protocol, analyse
+from dualres.config.loading import load_config
 from dualres.model.decoder import build_decoder
-from dualres.progress import duration
-from dualres.table import table
+from dualres.util.progress import duration
+from dualres.util.tables import table
 
 
 def main() -> None:

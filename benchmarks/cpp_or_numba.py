@@ -3,7 +3,7 @@
     python benchmarks/cpp_or_numba.py                # 2048 tokens, width 640, nine states, float32, one thread
     python benchmarks/cpp_or_numba.py --threads 2 --json
 
-The C++ is as `dualres/ops/native/prefix.py` is, a token at a time, its rows copied side by side, OpenMP over tokens,
+The C++ is as `dualres/ops/cpu/prefix.py` is, a token at a time, its rows copied side by side, OpenMP over tokens,
 but for what was tuned since: it asks for no rows in advance and makes no two sums in one pass.
 Freed memory stays with the process, so that nobody waits for the system to clear new pages.
 """
@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from torch.utils.cpp_extension import load_inline
 
-from dualres.ops import native
-from dualres.table import table
-from dualres.train.heap import keep_freed_memory
+from dualres.ops import cpu
+from dualres.train.malloc import keep_freed_memory
+from dualres.util.tables import table
 
 KEY, VALUE, EPS = [1, 0], [0, 1], 1e-6
 SOURCE = r"""
@@ -157,9 +157,9 @@ def main() -> None:
         return found[:2], lambda: cpp.backward(given, history, queries, *found[2:])
 
     def in_numba() -> tuple[list[Tensor], Callable[[], list[Tensor]]]:
-        found = native.prefix(history, queries, KEY, VALUE, EPS)
+        found = cpu.prefix(history, queries, KEY, VALUE, EPS)
         rest = found[2:4], found[4], found[5], KEY, VALUE
-        return found[:2], lambda: native.prefix_backward(given, nothing, history, queries, *rest)
+        return found[:2], lambda: cpu.prefix_backward(given, nothing, history, queries, *rest)
 
     ways: dict[str, Callable[[], Any]] = {"C++": in_cpp, "numba": in_numba}
     check(in_cpp(), in_numba())

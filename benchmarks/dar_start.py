@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from dualres.config import ResidualConfig
-from dualres.experiment import load_config
+from dualres.config.loading import load_config
+from dualres.config.schema import ResidualConfig
 from dualres.model.decoder import Decoder, build_decoder
 from dualres.residual.registry import METHODS
-from dualres.table import table
+from dualres.util.tables import table
 
 BATCH, HELD_OUT = 8, 128  # sequences per step, and of the validation set
 

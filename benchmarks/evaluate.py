@@ -23,16 +23,16 @@ from lm_eval import evaluator
 from lm_eval.models.huggingface import HFLM
 
 from dualres.commands.arguments import hush
+from dualres.config.loading import load_config
 from dualres.data.tokenizer import train_bpe
 from dualres.evaluate import zero_shot
 from dualres.evaluate.subject import load_subject
 from dualres.evaluate.task_documents import OLMO, TaskDocuments, task_documents
 from dualres.evaluate.tasks import tasks_of
-from dualres.experiment import load_config
 from dualres.hub import llama
 from dualres.hub.convert import convert
-from dualres.hub.tokenizer import as_transformers
-from dualres.table import table
+from dualres.hub.hf_tokenizer import as_transformers
+from dualres.util.tables import table
 
 HARNESS = "lm-eval hf, Llama"
 

@@ -17,16 +17,16 @@ from pathlib import Path
 
 import torch
 
-from dualres.config import Config
+from dualres.config.loading import load_config
+from dualres.config.schema import Config
 from dualres.data.loader import Loader
 from dualres.data.prepare import Settings, prepare
 from dualres.data.shards import read_index
 from dualres.data.source import PYTHON
-from dualres.experiment import load_config
-from dualres.table import table
-from dualres.train.build import build_engine
-from dualres.train.engine import Micro
-from dualres.train.world import join_world
+from dualres.train.engines.base import Micro
+from dualres.train.engines.build import build_engine
+from dualres.train.process_group import join_world
+from dualres.util.tables import table
 
 WARMUP = 3  # steps
 

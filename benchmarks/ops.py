@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 
 from dualres import ops
-from dualres.ops import choice, reference
+from dualres.ops import dispatch, reference
 from dualres.ops.reference import GateParameters, Norm
 from dualres.residual.route import DUAL, SINGLE
-from dualres.table import table
-from dualres.train.heap import keep_freed_memory
+from dualres.train.malloc import keep_freed_memory
+from dualres.util.tables import table
 
 EPS = 1e-6
 WARM_UP = 3  # rounds in which kernels are compiled and the heap finds its size
@@ -70,7 +70,7 @@ def main() -> None:
         "states": arguments.states,
         "dtype": arguments.dtype,
         "device": device if device == "cuda" else f"{torch.get_num_threads()} threads",
-        "operators": choice.FORCED or choice.BY_DEVICE[device],
+        "operators": dispatch.FORCED or dispatch.BY_DEVICE[device],
         "rounds": arguments.rounds,
         "load": os.getloadavg()[0],
     }

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from dualres.data import tokenizer as tokenizers
 from dualres.data.prepare import Settings, prepare
 from dualres.data.source import PYTHON, open_source
-from dualres.table import table
+from dualres.util.tables import table
 
 ENTRIES = 4096
 TOGETHER = 1000  # documents in one call of encode_batch_fast

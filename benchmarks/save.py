@@ -18,12 +18,12 @@ from pathlib import Path
 
 import torch
 
-from dualres.experiment import load_config
-from dualres.table import table
-from dualres.train.build import build_engine
+from dualres.config.loading import load_config
 from dualres.train.checkpoint import Checkpoints
-from dualres.train.engine import Micro
-from dualres.train.world import World, join_world
+from dualres.train.engines.base import Micro
+from dualres.train.engines.build import build_engine
+from dualres.train.process_group import World, join_world
+from dualres.util.tables import table
 
 WARMUP = 3  # steps
 NAMES = "step", "save, waited for", "pause for a save", "step during a save", "cost of a save"

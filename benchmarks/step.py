@@ -24,15 +24,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dualres.config import Config
-from dualres.experiment import load_config
-from dualres.model.generate import generate
-from dualres.ops import choice
-from dualres.table import table
-from dualres.train.build import build_engine
-from dualres.train.engine import Micro, TorchEngine
-from dualres.train.memory import Live
-from dualres.train.world import World, join_world
+from dualres.config.loading import load_config
+from dualres.config.schema import Config
+from dualres.model.generation import generate
+from dualres.ops import dispatch
+from dualres.plan.run_memory import Live
+from dualres.train.engines.base import Micro, TorchEngine
+from dualres.train.engines.build import build_engine
+from dualres.train.process_group import World, join_world
+from dualres.util.tables import table
 
 METHODS = "attnres-block,dar-block,attnres-full,dar-full,mhc-4"
 FEW_WORDS = 256  # the vocabulary where growth is measured
@@ -79,7 +79,7 @@ def main() -> None:
         "tokens": arguments.tokens,
         "precision": arguments.precision,
         "compile": arguments.compile,
-        "operators": choice.FORCED or choice.BY_DEVICE[world.device.type],
+        "operators": dispatch.FORCED or dispatch.BY_DEVICE[world.device.type],
         "device": where,
         "rounds": arguments.rounds,
         "load": os.getloadavg()[0],

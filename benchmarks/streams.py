@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
-from dualres.analyze.results import FOLDER, Analysis, read_analysis
-from dualres.suite.statistics import estimate
-from dualres.table import table
+from dualres.analyze.analysis_files import FOLDER, Analysis, read_analysis
+from dualres.report.statistics import estimate
+from dualres.util.tables import table
 
 
 def late_cka(analysis: Analysis) -> float:

@@ -1,14 +1,14 @@
 """dualres: the residual pathway of a Transformer as a replaceable part."""
 
-from dualres.config import Config, ConfigError, ModelConfig, MoEConfig, ResidualConfig, TrainConfig
-from dualres.experiment import load_config
+from dualres.config.loading import load_config
+from dualres.config.schema import Config, ConfigError, ModelConfig, MoEConfig, ResidualConfig, TrainConfig
 from dualres.hub.register import register
 from dualres.model.block import ResidualBlock, ResidualStack, compile_blocks, recompute_blocks, residual_stack
 from dualres.model.context import KVCache, RouterReport
 from dualres.model.decoder import Decoder, build_decoder
-from dualres.model.generate import generate
-from dualres.processor import avoid_hidden_tiles
-from dualres.version import VERSION
+from dualres.model.generation import generate
+from dualres.util.amx import avoid_hidden_tiles
+from dualres.util.version import VERSION
 
 __version__ = VERSION
 avoid_hidden_tiles()

@@ -8,16 +8,15 @@ import sys
 from collections.abc import Sequence
 
 from dualres import __version__
-from dualres.commands import analyze, evaluate, generate, look, plan, prepare, report, share, suite, train
-from dualres.config import ConfigError
-from dualres.data.errors import DataError
-from dualres.extras import MissingExtraError
+from dualres.commands import analyze, describe, evaluate, export, generate, plan, prepare, report, suite, train
+from dualres.config.schema import ConfigError
 from dualres.hub.errors import ModelError
-from dualres.progress import say_as
-from dualres.train.errors import TrainError
+from dualres.util.errors import DataError, TrainError
+from dualres.util.optional_dependencies import MissingExtraError
+from dualres.util.progress import say_as
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-COMMANDS = (look, plan, prepare, train, generate, suite, evaluate, analyze, report, share)
+COMMANDS = (describe, plan, prepare, train, generate, suite, evaluate, analyze, report, export)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -17,10 +17,10 @@ import time
 import torch
 from torch import Tensor, nn
 
-from dualres.config import ConfigError
-from dualres.experiment import load_config, names
+from dualres.config.loading import load_config, names
+from dualres.config.schema import ConfigError
 from dualres.model.decoder import Decoder, build_decoder
-from dualres.table import table
+from dualres.util.tables import table
 
 
 def main() -> None:

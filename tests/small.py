@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from dualres.config import ModelConfig, MoEConfig, ResidualConfig
+from dualres.config.schema import ModelConfig, MoEConfig, ResidualConfig
 from dualres.model.decoder import Decoder, build_decoder
 
 # One of everything that configs/residual/ ships.

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from dualres.cli import main
-from dualres.experiment import names
+from dualres.config.loading import names
 
 
 @pytest.mark.parametrize("residual", names("residual"))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dualres.config import (
+from dualres.config.schema import (
     AnalyzeConfig,
     ModelConfig,
     MoEConfig,
@@ -99,7 +99,7 @@ def with_highway(root: Path) -> Path:
     (root / "dualres" / "residual" / "highway.py").write_text(file)
     registry = root / "dualres" / "residual" / "registry.py"
     text = registry.read_text()
-    at = text.index("from dualres.residual.hyper")
+    at = text.index("from dualres.residual.hyper_connections")
     text = text[:at] + imported + text[at:]
     registry.write_text(text.replace("METHODS: dict[str, Method] = {\n", "METHODS: dict[str, Method] = {\n" + row))
     (root / "configs" / "residual" / "highway.yaml").write_text("method: highway\n")

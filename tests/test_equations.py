@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from dualres.config import ModelConfig, ResidualConfig
+from dualres.config.schema import ModelConfig, ResidualConfig
 from tests import equations
 from tests.equations import Network
 from tests.small import RESIDUALS, model_config, random_tokens, relative_error, stirred

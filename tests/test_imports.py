@@ -11,18 +11,17 @@ from dualres.residual.registry import METHODS
 PACKAGE = Path(dualres.__file__).parent
 # A file may import from its own layer and from those before it.
 LAYERS = [
-    ["curves", "fields", "files", "extras", "processor", "progress", "version"],
+    ["util"],
     ["config"],
     ["ops"],
     ["residual"],
-    ["model", "data"],
-    ["experiment", "paper", "table"],
+    ["model", "data", "config.loading"],
     ["analyze"],
     ["parallel"],
-    ["params", "describe", "train"],
-    ["scaling"],
-    ["hub", "megatron"],
-    ["suite", "evaluate"],
+    ["train"],
+    ["plan"],
+    ["hub"],
+    ["evaluate"],
     ["report"],
     ["commands"],
     ["cli"],
@@ -32,10 +31,10 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 
 def layer(module: str) -> int:
-    part = module.split(".")[1] if "." in module else "__init__"
-    found = [i for i, names in enumerate(LAYERS) if part in names]
+    parts = module.split(".")[1:] or ["__init__"]
+    found = [i for i, names in enumerate(LAYERS) for n in (2, 1) if ".".join(parts[:n]) in names]
     assert found, f"{module} is in no layer: add it to LAYERS"
-    return found[0]
+    return max(found)
 
 
 def imported(path: Path) -> set[str]:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dualres.analyze.tap import Site, Watcher
-from dualres.progress import Show, silent
+from dualres.analyze.taps import Site, Watcher
 from dualres.residual.pathway import Pathway
+from dualres.util.progress import Show, silent
 
 
 class StreamStates(Watcher):

@@ -10,10 +10,10 @@ import matplotlib
 from matplotlib.figure import Figure, SubFigure
 
 from dualres.analyze import panels
+from dualres.analyze.analysis_files import Analysis
 from dualres.analyze.panels import Limits, Size
-from dualres.analyze.results import Analysis
-from dualres.files import write_bytes
-from dualres.paper import GATE_RESCUE
+from dualres.config.paper import GATE_RESCUE
+from dualres.util.atomic_files import write_bytes
 
 Draw = Callable[[Figure | SubFigure, Analysis, Limits], None]
 ENDINGS = ("svg", "png")

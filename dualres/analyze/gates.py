@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from dualres.analyze.mean import Means
-from dualres.analyze.tap import Site, Watcher
+from dualres.analyze.taps import Site, Watcher
+from dualres.analyze.token_means import Means
 from dualres.residual.pathway import History, Pathway
 
 

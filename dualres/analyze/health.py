@@ -6,10 +6,10 @@ from collections.abc import Callable
 import torch
 
 from dualres.analyze.cka import StreamStates, same_layer_cka
-from dualres.analyze.depth import DepthWeights
 from dualres.analyze.gates import WriteGates, write_gaps
 from dualres.analyze.norms import Norms
-from dualres.analyze.tap import eager, stream_count, watching
+from dualres.analyze.retrieval import DepthWeights
+from dualres.analyze.taps import eager, stream_count, watching
 from dualres.model.block import ResidualStack
 
 LAST = 32  # tokens of each sequence that CKA compares

@@ -11,8 +11,8 @@ from matplotlib.colors import Colormap, Normalize, PowerNorm, TwoSlopeNorm
 from matplotlib.figure import Figure, SubFigure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
-from dualres.analyze.results import Analysis, Array
-from dualres.curves import COLOURS, STYLES, smooth
+from dualres.analyze.analysis_files import Analysis, Array
+from dualres.util.curves import COLOURS, STYLES, smooth
 
 Size = tuple[float, float]  # inches
 SHARES, SIGNED = "viridis", "PuOr"  # both told apart by the colour-blind; the first also in grey

@@ -10,12 +10,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dualres.analyze.tap import Change, replacing
+from dualres.analyze.taps import Change, replacing
 from dualres.model.block import ResidualBlock, after
 from dualres.model.context import Context
 from dualres.model.decoder import Decoder
-from dualres.progress import Show, silent
 from dualres.residual.pathway import History, embed
+from dualres.util.progress import Show, silent
 
 FLOOR = 1e-12
 ROWS = 32  # tokens whose distributions are in memory together

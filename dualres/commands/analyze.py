@@ -12,27 +12,27 @@ import tokenizers
 import torch
 
 from dualres.analyze import figures
-from dualres.analyze.measure import Protocol, analyse
-from dualres.analyze.results import FOLDER, Analysis, read_analysis, write_analysis
+from dualres.analyze.analysis import Protocol, analyse
+from dualres.analyze.analysis_files import FOLDER, Analysis, read_analysis, write_analysis
 from dualres.commands import arguments
 from dualres.commands.evaluate import Named, models_of
-from dualres.config import ConfigError
+from dualres.config.schema import ConfigError
 from dualres.data import shards
-from dualres.data.errors import DataError
 from dualres.data.loader import Loader
 from dualres.data.tokenizer import same_tokens
 from dualres.evaluate.subject import identity
 from dualres.hub.errors import ModelError
 from dualres.hub.export import is_run
-from dualres.hub.saved import is_ours, load_model
-from dualres.hub.tokenizer import load_tokenizer
+from dualres.hub.hf_tokenizer import load_tokenizer
+from dualres.hub.model_folder import is_ours, load_model
 from dualres.model.decoder import Decoder
-from dualres.progress import Progress
-from dualres.table import table
 from dualres.train.load import CHOICES, load_run
-from dualres.train.log import METRICS, read_rows
-from dualres.train.run import read_description
-from dualres.version import VERSION
+from dualres.train.metrics import METRICS, read_rows
+from dualres.train.run_folder import read_description
+from dualres.util.errors import DataError
+from dualres.util.progress import Progress
+from dualres.util.tables import table
+from dualres.util.version import VERSION
 
 DEFAULT_OUT = Path("analyses")
 LONGEST = 4096  # the paper's sequences

@@ -3,8 +3,8 @@
 import argparse
 from typing import Any
 
-from dualres.experiment import names
-from dualres.extras import need
+from dualres.config.loading import names
+from dualres.util.optional_dependencies import need
 
 OVERRIDES = """
 overrides:

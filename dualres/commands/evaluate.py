@@ -10,22 +10,22 @@ from typing import Any, NamedTuple
 import torch
 
 from dualres.commands import arguments
-from dualres.config import ConfigError
-from dualres.data.errors import DataError
+from dualres.config.schema import ConfigError
 from dualres.data.shards import read_index
 from dualres.evaluate import render, subject
 from dualres.evaluate.documents import find_sources
-from dualres.evaluate.measure import Asked, Failure, ModelResult, measure
+from dualres.evaluate.evaluation import Asked, Failure, ModelResult, measure
 from dualres.evaluate.subject import Subject
 from dualres.evaluate.tables import tables
 from dualres.evaluate.task_documents import HUB, OLMO, task_documents
 from dualres.evaluate.tasks import TASKS, tasks_of
 from dualres.evaluate.zero_shot import harness_version
-from dualres.extras import MissingExtraError
-from dualres.files import locked, write_text
 from dualres.hub.errors import ModelError
-from dualres.progress import Progress
 from dualres.train.load import CHOICES
+from dualres.util.atomic_files import locked, write_text
+from dualres.util.errors import DataError
+from dualres.util.optional_dependencies import MissingExtraError
+from dualres.util.progress import Progress
 
 REPORT = "report"
 DEFAULT_OUT = Path("evaluations")

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from dualres.commands import arguments
-from dualres.config import ConfigError
+from dualres.config.schema import ConfigError
 from dualres.hub.speak import load_speaker
-from dualres.model.generate import generate
+from dualres.model.generation import generate
 from dualres.train.load import CHOICES
 
 

@@ -8,15 +8,15 @@ import sys
 from typing import Any, Literal
 
 from dualres.commands import arguments
-from dualres.config import Config, ConfigError
-from dualres.experiment import load_config, overridden
+from dualres.config.loading import load_config, overridden
+from dualres.config.schema import Config, ConfigError
 from dualres.parallel.mesh import mesh_of
-from dualres.progress import Progress, Show
-from dualres.scaling import plan
-from dualres.scaling.estimate import engine_of, estimate
-from dualres.scaling.hardware import GIB, Hardware
-from dualres.scaling.search import Fixed, choose
-from dualres.train.checks import USED_BY_ENGINE
+from dualres.plan import mesh_plan
+from dualres.plan.estimate import engine_of, estimate
+from dualres.plan.hardware import GIB, Hardware
+from dualres.plan.search import Fixed, choose
+from dualres.train.preflight import USED_BY_ENGINE
+from dualres.util.progress import Progress, Show
 
 BESIDE = ("standard", "attnres-block", "dar-block")
 MOST_GPUS = 1_000_000
@@ -65,15 +65,15 @@ def _plan(given: argparse.Namespace) -> int:
     finally:
         progress.end()
     if given.json:
-        print(json.dumps(plan.as_data(made), indent=2))
+        print(json.dumps(mesh_plan.as_data(made), indent=2))
     else:
-        print(plan.as_text(made, f"{given.scale} × {given.residual}"))
+        print(mesh_plan.as_text(made, f"{given.scale} × {given.residual}"))
     if not made.fits:
         print("dualres: it does not fit so", file=sys.stderr)
     return 0 if made.fits else 1
 
 
-def made_for(given: argparse.Namespace, show: Show) -> plan.Plan:
+def made_for(given: argparse.Namespace, show: Show) -> mesh_plan.Plan:
     """The plan that the arguments ask for."""
     hardware = hardware_of(given)
     config = load_config(given.scale, given.residual, given.set)
@@ -103,8 +103,8 @@ def made_for(given: argparse.Namespace, show: Show) -> plan.Plan:
     for name in names:
         show(f"{mesh.describe()}: {name}")
         columns.append(column(config, given, name, hardware))
-    line = plan.launch(given.scale, given.residual, config, given.set, mesh, hardware)
-    return plan.Plan(given.residual, config, mesh, hardware, chosen, columns, line)
+    line = mesh_plan.launch(given.scale, given.residual, config, given.set, mesh, hardware)
+    return mesh_plan.Plan(given.residual, config, mesh, hardware, chosen, columns, line)
 
 
 def hardware_of(given: argparse.Namespace) -> Hardware:
@@ -129,7 +129,7 @@ def hardware_of(given: argparse.Namespace) -> Hardware:
     return Hardware(memory=given.gpu_memory * GIB, node_size=given.node_size, **fields)
 
 
-def column(config: Config, given: argparse.Namespace, name: str, hardware: Hardware) -> plan.Column:
+def column(config: Config, given: argparse.Namespace, name: str, hardware: Hardware) -> mesh_plan.Column:
     """A residual on the mesh of `config`. A key of the other one's own, --set residual.…, is not for it."""
     overrides = given.set if name == given.residual else [key for key in given.set if not key.startswith("residual.")]
     residual = load_config(given.scale, name, overrides).residual
@@ -139,6 +139,6 @@ def column(config: Config, given: argparse.Namespace, name: str, hardware: Hardw
     except ConfigError as error:
         if name == given.residual:
             raise
-        return plan.Column(name, None, str(error))
+        return mesh_plan.Column(name, None, str(error))
     assert engine_of(mesh) == config.train.engine
-    return plan.Column(name, estimate(other, mesh, hardware))
+    return mesh_plan.Column(name, estimate(other, mesh, hardware))

@@ -8,7 +8,7 @@ from typing import Any
 from dualres.commands import arguments
 from dualres.data.prepare import Report, Settings, prepare
 from dualres.data.shards import Index
-from dualres.progress import Progress, duration, short
+from dualres.util.progress import Progress, duration, short
 
 
 def add(commands: Any) -> None:

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from dualres.commands import arguments
-from dualres.config import ConfigError
-from dualres.files import write_text
+from dualres.config.schema import ConfigError
 from dualres.report.page import make_page
+from dualres.util.atomic_files import write_text
 
 DEFAULT_OUT = Path("report.html")
 

@@ -5,15 +5,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from dualres import paper
 from dualres.commands import arguments
 from dualres.commands.train import DEFAULT_DATA, ensure_default_data
-from dualres.config import ConfigError
-from dualres.experiment import load_config, names, short_name
-from dualres.files import write_json, write_text
-from dualres.suite import compare, matrix, picture
-from dualres.suite.matrix import BASE, Matrix
-from dualres.table import table
+from dualres.config import paper
+from dualres.config.loading import load_config, names, short_name
+from dualres.config.schema import ConfigError
+from dualres.report import loss_curves, suite, suite_tables
+from dualres.report.suite import BASE, Matrix
+from dualres.util.atomic_files import write_json, write_text
+from dualres.util.tables import table
 
 PRESETS = {"size-sweep": paper.SIZE_SWEEP, "kv-ablation": paper.KV_ABLATION}
 RESULTS, TABLE, CURVES = "suite.json", "table.txt", "curves"
@@ -56,14 +56,14 @@ def add(commands: Any) -> None:
 
 def _suite(given: argparse.Namespace) -> int:
     asked = matrix_of(given)
-    matrix.check(asked)
+    suite.check(asked)
     failed = []
     if not given.table:
         ensure_default_data(given.data)
-        matrix.check_start(asked)
+        suite.check_start(asked)
         asked.out.mkdir(parents=True, exist_ok=True)
-        failed = matrix.run_all(asked, _say)
-    found = matrix.results(asked)
+        failed = suite.run_all(asked, _say)
+    found = suite.results(asked)
     texts = _tables(given, found)
     if texts:
         print("\n\n".join(texts))
@@ -97,30 +97,32 @@ def matrix_of(given: argparse.Namespace) -> Matrix:
         residuals = _list(given.residuals, str, "--residuals", "standard,dar-block") or names("residual")
         pairs = [(given.scale, residual) for residual in residuals]
     seeds = seeds or [load_config(*pairs[0], given.set).train.seed]
-    return Matrix(matrix.cells(pairs, seeds, rates), given.data, out, tuple(given.set), given.processes, given.device)
+    return Matrix(suite.cells(pairs, seeds, rates), given.data, out, tuple(given.set), given.processes, given.device)
 
 
-def _tables(given: argparse.Namespace, found: list[matrix.Result]) -> list[str]:
+def _tables(given: argparse.Namespace, found: list[suite.Result]) -> list[str]:
     """The methods, the rates of a sweep, and the paper's table of a preset."""
-    rows = compare.compare(found)
-    texts = [compare.as_text(rows)] if rows else []
+    rows = suite_tables.compare(found)
+    texts = [suite_tables.as_text(rows)] if rows else []
     if given.learning_rates and rows:
-        lines = [[scale, method, f"{rate:g}", loss.text()] for scale, method, rate, loss in compare.sweep(found)]
+        lines = [[scale, method, f"{rate:g}", loss.text()] for scale, method, rate, loss in suite_tables.sweep(found)]
         texts.append(table(["scale", "method", "rate", "validation loss"], lines))
     if given.scale in PRESETS:
         printed = PRESETS[given.scale]
         scales = {cell.scale: given.stand_in for cell in printed} if given.stand_in else {}
-        texts.append(compare.paper_table(printed, rows, scales))
+        texts.append(suite_tables.paper_table(printed, rows, scales))
     return texts
 
 
-def _write(asked: Matrix, found: list[matrix.Result], texts: list[str]) -> list[Path]:
+def _write(asked: Matrix, found: list[suite.Result], texts: list[str]) -> list[Path]:
     """Tables, numbers and picture, into the suite's folder."""
     write_text(asked.out / TABLE, "\n\n".join(texts) + "\n")
     runs = [{**result.cell._asdict(), **result.summary} for result in found]
     settings = {"data": str(asked.data), "overrides": asked.overrides, "base": BASE}
-    write_json(asked.out / RESULTS, {**settings, "rows": compare.as_data(compare.compare(found)), "runs": runs})
-    return [asked.out / TABLE, asked.out / RESULTS, *picture.draw(found, asked.out / CURVES)]
+    write_json(
+        asked.out / RESULTS, {**settings, "rows": suite_tables.as_data(suite_tables.compare(found)), "runs": runs}
+    )
+    return [asked.out / TABLE, asked.out / RESULTS, *loss_curves.draw(found, asked.out / CURVES)]
 
 
 def _list(text: str | None, kind: Any, option: str, example: str) -> list[Any]:

@@ -10,19 +10,20 @@ from typing import Any
 
 from dualres.commands import arguments
 from dualres.commands.prepare import prepare_with_progress
-from dualres.config import Config, ConfigError
+from dualres.config.loading import load_config, load_recipe, load_residual, short_name
+from dualres.config.schema import Config, ConfigError
 from dualres.data.prepare import Settings
 from dualres.data.shards import INDEX
 from dualres.data.source import PYTHON
-from dualres.experiment import load_config, load_recipe, load_residual, short_name
 from dualres.hub.start import check_tokens, read_start
-from dualres.progress import Progress, short
-from dualres.train import plan, run
-from dualres.train.build import engine_name
-from dualres.train.checks import Places, other_dataset, unused_mesh
+from dualres.plan import run_plan
+from dualres.train import run_folder
+from dualres.train.engines.build import engine_name
 from dualres.train.loop import check_batch, train
+from dualres.train.preflight import Places, other_dataset, unused_mesh
+from dualres.train.process_group import World, join_world, world_size
 from dualres.train.recipe import steps_of
-from dualres.train.world import World, join_world, world_size
+from dualres.util.progress import Progress, short
 
 DEFAULT_DATA = Path("data") / PYTHON
 GPUS_OF_A_MACHINE = 8  # in the printed command
@@ -83,7 +84,7 @@ def _train(given: argparse.Namespace) -> int:
         introduce(config, given, out, world, progress)
         done = train(config, given.data, out, world, progress, given.wandb, given.start)
         if world.leads and done.finished:
-            print(f"validation loss {done.validation_loss:.4f} after {done.step} steps; {out / run.SUMMARY}")
+            print(f"validation loss {done.validation_loss:.4f} after {done.step} steps; {out / run_folder.SUMMARY}")
     return 0
 
 
@@ -104,18 +105,18 @@ def _plan(config: Config, given: argparse.Namespace, out: Path) -> int:
         if value is not None and not 0 < value < math.inf:
             raise ConfigError(f"{option} {value} is not positive and finite: use 1 or more")
     ranks = given.gpus or 1
-    if given.gpu_memory is not None and plan.cut(config, ranks):
+    if given.gpu_memory is not None and run_plan.cut(config, ranks):
         raise ConfigError(
             "--gpu-memory is not compared here where train.parallel cuts the model: use "
             f"dualres plan {given.scale} {given.residual} --gpus {ranks} --gpu-memory {given.gpu_memory:g}, with the "
             "same --set"
         )
     places = Places(given.data, out, made_at_start=given.data == DEFAULT_DATA)
-    made = plan.make_plan(config, ranks, places, launch(given, ranks), given.gpu_memory, given.wandb is not None)
+    made = run_plan.make_plan(config, ranks, places, launch(given, ranks), given.gpu_memory, given.wandb is not None)
     if given.json:
-        print(json.dumps(plan.as_data(made), indent=2))
+        print(json.dumps(run_plan.as_data(made), indent=2))
     else:
-        print(plan.as_text(made, f"{given.scale} × {given.residual}"))
+        print(run_plan.as_text(made, f"{given.scale} × {given.residual}"))
     if made.problems:
         print(f"dualres: it cannot start so: {', '.join(check.name for check in made.problems)}", file=sys.stderr)
     return 1 if made.problems else 0

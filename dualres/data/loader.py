@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dualres.data.errors import DataError
 from dualres.data.shards import Index, Split
+from dualres.util.errors import DataError
 
 
 class TokenRow:

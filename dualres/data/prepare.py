@@ -14,12 +14,12 @@ import numpy as np
 
 from dualres.data import shards
 from dualres.data import tokenizer as tokenizers
-from dualres.data.errors import DataError
 from dualres.data.resume import Place, State, check_folder, take_up
 from dualres.data.shards import SPLITS, Index, ShardWriter, Split
 from dualres.data.source import PYTHON, Part, open_source
 from dualres.data.tokenizer import Tokenizer, Tokens
-from dualres.files import locked
+from dualres.util.atomic_files import locked
+from dualres.util.errors import DataError
 
 BATCH_CHARACTERS = 2**20  # of text that is tokenized together
 BATCHES_AHEAD = 3  # being tokenized while another is written

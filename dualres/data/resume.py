@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dualres.data.errors import DataError
 from dualres.data.shards import INDEX, SPLITS, TOKENIZER, Shard, Split
-from dualres.files import LOCK, partial_of, write_json
+from dualres.util.atomic_files import LOCK, partial_of, write_json
+from dualres.util.errors import DataError
 
 PROGRESS = "progress.json"
 

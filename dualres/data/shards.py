@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dualres.data import tokenizer as tokenizers
-from dualres.data.errors import DataError
-from dualres.files import flush, naming, partial_of, write_json
+from dualres.util.atomic_files import flush, naming, partial_of, write_json
+from dualres.util.errors import DataError
 
 INDEX, TOKENIZER = "index.json", "tokenizer.json"
 FORMAT = "dualres tokens 1"

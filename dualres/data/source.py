@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dualres.data.errors import DataError
-from dualres.extras import need
+from dualres.util.errors import DataError
+from dualres.util.optional_dependencies import need
 
 PYTHON = "python"  # the name of the default source
 DOCUMENT_CHARACTERS = 16_000  # of a text file; a document ends with the paragraph that reaches it,

@@ -15,9 +15,9 @@ import tokenizers
 from numpy.typing import NDArray
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
 
-from dualres.data.errors import DataError
-from dualres.extras import need
-from dualres.files import write_text
+from dualres.util.atomic_files import write_text
+from dualres.util.errors import DataError
+from dualres.util.optional_dependencies import need
 
 END_OF_TEXT = "<|endoftext|>"
 KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "[SEP]")

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dualres.data.errors import DataError
 from dualres.data.source import COMPRESSIONS, json_rows
+from dualres.util.errors import DataError
 
 ENDINGS = (".jsonl", *(f".jsonl{compression}" for compression in COMPRESSIONS))
 SPLITS = ("train", "val", "validation", "dev", "test")  # Paloma has val and test

@@ -15,11 +15,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dualres.data.errors import DataError
-from dualres.evaluate.batches import CHUNK_BYTES, Batch, kind_of, vocabulary
+from dualres.evaluate.batch_size import CHUNK_BYTES, Batch, kind_of, vocabulary
 from dualres.evaluate.documents import Source, texts
 from dualres.evaluate.subject import Subject
-from dualres.progress import Show, short, silent
+from dualres.util.errors import DataError
+from dualres.util.progress import Show, short, silent
 
 BUFFER = 2**21  # characters of documents that are tokenized together and sorted by length, to pad less
 POOLED = "pooled"

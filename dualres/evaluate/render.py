@@ -5,10 +5,10 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from dualres import paper
-from dualres.evaluate import perplexity, statements, zero_shot
+from dualres.config import paper
+from dualres.evaluate import footnotes, perplexity, zero_shot
 from dualres.evaluate.documents import group_name
-from dualres.evaluate.measure import Asked, ModelResult
+from dualres.evaluate.evaluation import Asked, ModelResult
 from dualres.evaluate.tables import REFERENCE, Cell, Table, tables
 
 _LATEX = {
@@ -75,12 +75,12 @@ def as_data(models: Sequence[ModelResult], asked: Asked) -> dict[str, Any]:
             "validation": None if asked.validation is None else str(asked.validation),
             "validation_tokens": asked.validation_tokens,
             "documents": asked.documents,
-            "paloma": statements.is_paloma(asked),
+            "paloma": footnotes.is_paloma(asked),
             "first_token": asked.first_token,
             "tasks": [d.task.name for d in asked.tasks],
             "limit": asked.limit,
         },
-        "same_tokenizer": statements.one_tokenizer(models),
+        "same_tokenizer": footnotes.one_tokenizer(models),
         "models": [_model(model, asked) for model in models],
         "tables": [_table(table) for table in tables(models, asked)],
         "paper": {

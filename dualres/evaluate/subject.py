@@ -6,15 +6,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dualres.extras import need
-from dualres.hub import weights
+from dualres.hub import safetensors_files
 from dualres.hub.convert import NEEDLESS, local_folder
 from dualres.hub.errors import ModelError, read_by_transformers
 from dualres.hub.export import is_run, open_model
-from dualres.hub.saved import CONFIG, is_ours, read_saved
-from dualres.hub.tokenizer import load_tokenizer
+from dualres.hub.hf_tokenizer import load_tokenizer
+from dualres.hub.model_folder import CONFIG, is_ours, read_saved
 from dualres.train import checkpoint as checkpoints
 from dualres.train.load import choose
+from dualres.util.optional_dependencies import need
 
 KEPT_FILES = (".json", ".txt", ".model", ".jinja")  # of a folder: configs and tokenizers, beside the weights
 CONTEXTS = ("max_position_embeddings", "n_positions", "n_ctx", "seq_length")  # what configs call it
@@ -120,4 +120,4 @@ def _files(folder: Path, checkpoint: str) -> list[Path]:
     """What makes a model what it is; a checkpoint's manifest has the sums of its weights."""
     if is_run(folder):
         return [folder / CONFIG, choose(folder, checkpoint) / checkpoints.MANIFEST]
-    return [*(path for path in sorted(folder.iterdir()) if path.suffix in KEPT_FILES), *weights.files(folder)]
+    return [*(path for path in sorted(folder.iterdir()) if path.suffix in KEPT_FILES), *safetensors_files.files(folder)]

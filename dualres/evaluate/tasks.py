@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from dualres.config import ConfigError
+from dualres.config.schema import ConfigError
 
 Row = Mapping[str, Any]  # a document as it was stored
 UNTITLED = "passages without their titles, which those of the harness have"

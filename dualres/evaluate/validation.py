@@ -6,15 +6,15 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from dualres.config import ConfigError
+from dualres.config.schema import ConfigError
 from dualres.data import shards
-from dualres.data.errors import DataError
 from dualres.data.loader import Loader
 from dualres.data.tokenizer import same_tokens
-from dualres.evaluate.batches import Batch, vocabulary
+from dualres.evaluate.batch_size import Batch, vocabulary
 from dualres.evaluate.perplexity import Window, window_nats
 from dualres.evaluate.subject import Subject
-from dualres.progress import Show, short, silent
+from dualres.util.errors import DataError
+from dualres.util.progress import Show, short, silent
 
 
 class ValidationScore(NamedTuple):

@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dualres.config import ConfigError
-from dualres.data.errors import DataError
-from dualres.evaluate.batches import MOST_ROWS, Batch
+from dualres.config.schema import ConfigError
+from dualres.evaluate.batch_size import MOST_ROWS, Batch
 from dualres.evaluate.perplexity import check_vocabulary
 from dualres.evaluate.subject import Subject
 from dualres.evaluate.task_documents import TaskDocuments
-from dualres.extras import need
-from dualres.progress import Show, silent
+from dualres.util.errors import DataError
+from dualres.util.optional_dependencies import need
+from dualres.util.progress import Show, silent
 
 PURPOSE = "zero-shot evaluation"
 NOISY = "lm_eval", "transformers", "datasets", "huggingface_hub", "httpx"

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dualres.config import ConfigError, ModelConfig, ResidualConfig
-from dualres.experiment import load_residual
-from dualres.extras import need
-from dualres.hub import card, llama, weights
+from dualres.config.loading import load_residual
+from dualres.config.schema import ConfigError, ModelConfig, ResidualConfig
+from dualres.hub import llama, model_card, safetensors_files
 from dualres.hub.errors import ModelError, read_by_transformers
-from dualres.hub.saved import (
+from dualres.hub.hf_tokenizer import load_tokenizer
+from dualres.hub.model_folder import (
     CONFIG,
     MODEL_TYPE,
     PREFIX,
@@ -30,12 +30,12 @@ from dualres.hub.saved import (
     read_saved,
     write_model,
 )
-from dualres.hub.tokenizer import load_tokenizer
 from dualres.model.accounting import parameters
 from dualres.model.decoder import Decoder, build_decoder, part_generator, reset_part
-from dualres.progress import Show, silent
 from dualres.residual import registry
 from dualres.residual.gates import Gate
+from dualres.util.optional_dependencies import need
+from dualres.util.progress import Show, silent
 
 TOLERANCE = 1e-4  # relative difference of logits in float32
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -54,7 +54,7 @@ class Source(NamedTuple):
     saved: Saved
     config: Any  # transformers'
     model: ModelConfig
-    tensors: dict[str, weights.Stored]  # under Llama's names
+    tensors: dict[str, safetensors_files.Stored]  # under Llama's names
 
 
 class Converted(NamedTuple):
@@ -80,7 +80,7 @@ def convert(
     `check` compares the logits of both in float32 and refuses a difference; it holds both models in memory.
     """
     need("transformers", "hub", "the conversion of a checkpoint")
-    from dualres.hub.model import DualResForCausalLM
+    from dualres.hub.hf_model import DualResForCausalLM
 
     check_new(out)
     given = read_source(local_folder(source))
@@ -102,7 +102,7 @@ def convert(
         {} if difference is None else {"relative difference of logits from the source, float32": f"{difference:.1e}"}
     )
     name = (Path(source).resolve() if Path(source).is_dir() else Path(source)).name
-    text = card.card(
+    text = model_card.card(
         f"{name} on {pathway.method}",
         model,
         pathway,
@@ -178,7 +178,7 @@ def read_source(folder: Path) -> Source:
     return Source(saved, config, model, _needed(saved.tensors, model))
 
 
-def _needed(tensors: Mapping[str, weights.Stored], model: ModelConfig) -> dict[str, weights.Stored]:
+def _needed(tensors: Mapping[str, safetensors_files.Stored], model: ModelConfig) -> dict[str, safetensors_files.Stored]:
     """Without what is computed, and without a tied output that was stored twice."""
     dropped = {"lm_head.weight"} if model.tied_embeddings else set()
     return {k: v for k, v in tensors.items() if k not in dropped and not k.endswith(NEEDLESS)}
@@ -219,7 +219,7 @@ def decoder_of(source: Source, model: ModelConfig, pathway: ResidualConfig, seed
     decoder = build_decoder(model, pathway, device="meta")
     names = llama.tensor_names(decoder)
     wanted = {names[name]: tuple(p.shape) for name, p in decoder.named_parameters() if name in names}
-    weights.check(source.tensors, wanted, source.saved.folder)
+    safetensors_files.check(source.tensors, wanted, source.saved.folder)
     kept = {source.tensors[name].dtype for name in wanted}
     if kept - DTYPES.keys():
         raise ModelError(
@@ -232,7 +232,7 @@ def decoder_of(source: Source, model: ModelConfig, pathway: ResidualConfig, seed
             reset_part(part, name, model.init_std, seed)
             _open_to_learning(part, name, seed)
     filled: dict[str, Tensor] = {names[name]: p.data for name, p in decoder.named_parameters() if name in names}
-    weights.read_into(filled, source.tensors, show)
+    safetensors_files.read_into(filled, source.tensors, show)
     return decoder
 
 

@@ -9,21 +9,21 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from dualres.config import Config
+from dualres.config.schema import Config
+from dualres.config.validation import build
 from dualres.data.shards import TOKENIZER
 from dualres.data.tokenizer import load as load_json_tokenizer
-from dualres.extras import need
-from dualres.fields import build
-from dualres.files import new_folder, write_json
-from dualres.hub import card, llama
+from dualres.hub import llama, model_card
 from dualres.hub.errors import ModelError
-from dualres.hub.saved import check_new, load_model, new_model_folder, write_model
-from dualres.hub.tokenizer import as_transformers, load_tokenizer
+from dualres.hub.hf_tokenizer import as_transformers, load_tokenizer
+from dualres.hub.model_folder import check_new, load_model, new_model_folder, write_model
 from dualres.model.accounting import parameters
 from dualres.residual import registry
-from dualres.train import checkpoint, run
+from dualres.train import checkpoint, run_folder
 from dualres.train.load import load_run
-from dualres.train.world import World
+from dualres.train.process_group import World
+from dualres.util.atomic_files import new_folder, write_json
+from dualres.util.optional_dependencies import need
 
 Form = Literal["dualres", "llama"]
 RUN_RECORD = "dualres_run.json"  # what the run was; `import_run` makes one of it again
@@ -43,7 +43,7 @@ class Opened(NamedTuple):
 def open_model(source: Path, which: str = "last") -> Opened:
     """The model of a run, its last or best checkpoint, or of a saved dualres model's folder."""
     need("transformers", "hub", "a Hugging Face model")
-    from dualres.hub.model import DualResForCausalLM
+    from dualres.hub.hf_model import DualResForCausalLM
 
     if not is_run(source):
         if which != "last":
@@ -59,7 +59,7 @@ def open_model(source: Path, which: str = "last") -> Opened:
 def is_run(folder: Path) -> bool:
     """Whether a folder is one that `dualres train` writes."""
     try:
-        return {"config", "data"} <= json.loads((folder / run.CONFIG).read_text(encoding="utf-8")).keys()
+        return {"config", "data"} <= json.loads((folder / run_folder.CONFIG).read_text(encoding="utf-8")).keys()
     except (OSError, ValueError, AttributeError):
         return False
 
@@ -77,7 +77,7 @@ def export(source: Path, out: Path, *, form: Form = "dualres", which: str = "las
     decoder = opened.model.decoder
     model = opened.model if form == "dualres" else _as_llama(opened)
     origin, measured = _history(opened.record)
-    text = card.card(
+    text = model_card.card(
         opened.name, decoder.config, decoder.residual_config, parameters(decoder), origin, measured, out.name, form
     )
     with new_model_folder(out) as folder:
@@ -123,15 +123,15 @@ def import_run(folder: Path, out: Path) -> Path:
     tensors = {f"model.{name}": p.detach().float() for name, p in opened.model.decoder.named_parameters()}
     with new_folder(out, refusal) as partial:
         world = World(0, 1, torch.device("cpu"), None, None)
-        checkpoints = checkpoint.Checkpoints(partial / run.CHECKPOINTS, world, 1, _refuse)
+        checkpoints = checkpoint.Checkpoints(partial / run_folder.CHECKPOINTS, world, 1, _refuse)
         checkpoints.save(state["step"], tensors, {**state, "best_step": state["step"]})
         checkpoints.wait()
         if checkpoints.failure is not None:
             raise ModelError(checkpoints.failure)
         shutil.copyfile(folder / TOKENIZER, partial / TOKENIZER)
         if record.get("summary"):
-            write_json(partial / run.SUMMARY, record["summary"])
-        write_json(partial / run.CONFIG, described)
+            write_json(partial / run_folder.SUMMARY, record["summary"])
+        write_json(partial / run_folder.CONFIG, described)
     return out
 
 
@@ -180,9 +180,9 @@ def _read_record(folder: Path) -> dict[str, Any] | None:
 
 def _record(source: Path, path: Path) -> dict[str, Any]:
     """What a run says of itself, without the places on its machine."""
-    described = run.read_description(source)
+    described = run_folder.read_description(source)
     state = json.loads((path / checkpoint.STATE).read_text(encoding="utf-8"))
-    summary = run.read_summary(source) if (source / run.SUMMARY).is_file() else None
+    summary = run_folder.read_summary(source) if (source / run_folder.SUMMARY).is_file() else None
     data = {**described["data"], "folder": Path(described["data"]["folder"]).name}
     return {**described, "data": data, "state": state, "summary": summary}
 

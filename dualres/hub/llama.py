@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from dualres.config import ModelConfig, RopeScaling
+from dualres.config.schema import ModelConfig, RopeScaling
 from dualres.hub.errors import ModelError
 from dualres.model.decoder import Decoder
 

@@ -13,13 +13,13 @@ from typing import Any
 
 def register_config(auto: Any) -> None:
     """`AutoConfig` finds the config of a dualres model by its `model_type`."""
-    config = importlib.import_module("dualres.hub.config").DualResConfig
+    config = importlib.import_module("dualres.hub.hf_config").DualResConfig
     auto.AutoConfig.register(config.model_type, config, exist_ok=True)
 
 
 def register_model(auto: Any) -> None:
     """`AutoModelForCausalLM` finds the model by its config."""
-    model = importlib.import_module("dualres.hub.model").DualResForCausalLM
+    model = importlib.import_module("dualres.hub.hf_model").DualResForCausalLM
     auto.AutoModelForCausalLM.register(model.config_class, model, exist_ok=True)
 
 

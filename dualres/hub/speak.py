@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from dualres.hub.errors import ModelError
 from dualres.hub.export import is_run
-from dualres.hub.saved import CONFIG, load_model
-from dualres.hub.tokenizer import load_tokenizer
+from dualres.hub.hf_tokenizer import load_tokenizer
+from dualres.hub.model_folder import CONFIG, load_model
 from dualres.model.decoder import Decoder
 from dualres.train.load import load_run
 

@@ -3,12 +3,12 @@
 from pathlib import Path
 from typing import NamedTuple
 
-from dualres.config import ModelConfig, ResidualConfig
+from dualres.config.schema import ModelConfig, ResidualConfig
 from dualres.data import shards
 from dualres.data import tokenizer as tokenizers
-from dualres.hub import weights
+from dualres.hub import safetensors_files
 from dualres.hub.errors import ModelError
-from dualres.hub.saved import read_ours
+from dualres.hub.model_folder import read_ours
 
 
 class Start(NamedTuple):
@@ -22,7 +22,7 @@ class Start(NamedTuple):
 def read_start(folder: Path) -> Start:
     """The configs of a saved dualres model, its weights compared with them and not loaded."""
     _, model, residual = read_ours(folder)
-    if others := sorted({*folder.glob("*.safetensors")} - {*weights.files(folder)}):
+    if others := sorted({*folder.glob("*.safetensors")} - {*safetensors_files.files(folder)}):
         raise ModelError(
             f"{others[0]} is not part of the model of {folder}, and training would read it too: move it away"
         )

@@ -17,7 +17,7 @@ from dualres.model.attention import Attention
 from dualres.model.block import ResidualBlock, ResidualStack, extended
 from dualres.model.decoder import Decoder
 from dualres.model.moe import MoE
-from dualres.ops import choice, traffic
+from dualres.ops import dispatch, traffic
 from dualres.residual.pathway import History
 
 TOKENS_OF_TRAFFIC = 7  # a number that no parameter has as a size
@@ -107,7 +107,7 @@ def residual_traffic(decoder: Decoder) -> Traffic:
     """
     stack = copy.deepcopy(decoder.stack)
     shapes_only = FakeTensorMode(allow_non_fake_inputs=True)  # the parameters on the meta device are no fake ones
-    with choice.for_shapes(), shapes_only:
+    with dispatch.for_shapes(), shapes_only:
         stack.to_empty(device="cpu")
         row = 1, TOKENS_OF_TRAFFIC, decoder.config.width
         state = torch.empty(stack.streams, *row, requires_grad=True)

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from dualres.config import ModelConfig
+from dualres.config.schema import ModelConfig
 from dualres.model.context import Context
 
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dualres.config import ResidualConfig
-from dualres.model.recompute import KEPT, Recompute
+from dualres.config.schema import ResidualConfig
+from dualres.model.activation_checkpointing import KEPT, Recompute
 from dualres.ops import Norm
 from dualres.residual import registry
 from dualres.residual.pathway import History, Pathway, embed
@@ -145,7 +145,7 @@ def residual_stack(
 
 
 def recompute_blocks(stack: ResidualStack, how: Recompute) -> None:
-    """Keep less of every block for the backward pass, and compute it again there; see `dualres.model.recompute`."""
+    """Keep less of every block for the backward pass, and compute it again there."""
     for block in stack:
         block.recompute = how
 

@@ -7,7 +7,7 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
-from dualres.config import ModelConfig
+from dualres.config.schema import ModelConfig
 
 
 class Cache(Protocol):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from dualres.config import ModelConfig, ResidualConfig
+from dualres.config.schema import ModelConfig, ResidualConfig
 from dualres.model.attention import Attention
 from dualres.model.block import NormedBranch, residual_stack
 from dualres.model.context import Cache, Context, RouterReport, attention_mask, rotary_frequencies, rotary_tables

@@ -14,7 +14,7 @@ Experts = Callable[[Tensor, Tensor], Tensor]  # rows grouped by expert, rows of 
 
 
 class Together:
-    """All tokens of a micro-batch and all experts are in this process. `dualres.parallel.expert` spreads them."""
+    """All tokens of a micro-batch and all experts are in this process. `dualres.parallel.experts` spreads them."""
 
     shards = 1  # of the micro-batch, each with as many tokens
 

@@ -8,7 +8,7 @@ from typing import TypeVar, cast
 import torch
 from torch import Tensor
 
-from dualres.ops import choice, fused, grouped, reference
+from dualres.ops import autograd, dispatch, grouped, reference
 from dualres.ops.inputs import HyperInputs, ReadInputs
 from dualres.ops.reference import GateParameters, Norm, Route, wide
 
@@ -52,12 +52,12 @@ def prefix(
 
     history R × (J,B,T,D), queries (U,O,D) -> retrieved U × (O,B,T,D), log-partition U × (O,B,T)
     """
-    if choice.kind(history[0]) == "reference":
+    if dispatch.kind(history[0]) == "reference":
         return reference.prefix(history, queries, route, eps)
     states = _alike("history", history)
     key, value = _route(route, len(states[0]))
     asked = _parameter("queries", queries, (len(queries), len(key), states[0].shape[-1]), states[0])
-    run = fused if _recorded(states[0]) else choice.kernels(states[0])
+    run = autograd if _recorded(states[0]) else dispatch.kernels(states[0])
     found = run.prefix(states, asked, key, value, eps)
     return tuple(found[: len(queries)]), tuple(found[len(queries) : 2 * len(queries)])
 
@@ -81,7 +81,7 @@ def read(
         return retrieved.squeeze(0)
     if coefficients is not None and coefficients.requires_grad:
         raise ValueError("a read without gates takes its coefficients for constants, and these require a gradient")
-    if choice.kind(retrieved) == "reference":
+    if dispatch.kind(retrieved) == "reference":
         return reference.read(retrieved, log_partition, updates, coefficients, queries, route, eps, norm)
     return _read(retrieved, log_partition, updates, coefficients, queries, (), route, eps, norm)[0]
 
@@ -91,7 +91,7 @@ def normed(stream: Tensor, norm: Norm | None) -> Tensor:
     """A read of one stream and nothing else, then the branch's norm if it is given. (1,B,T,D) -> (B,T,D)"""
     if norm is None:
         return stream.squeeze(0)
-    if choice.kind(stream) == "reference":
+    if dispatch.kind(stream) == "reference":
         return reference.normed(wide(stream.squeeze(0)), norm).to(stream.dtype)
     nothing = stream.new_empty(stream.shape[:-1], dtype=torch.float32)
     return read(stream, nothing, (), None, None, ((0,), (0,)), 0.0, norm)
@@ -114,7 +114,7 @@ def gated_read(
     retrieved (2,B,T,D), log_partition (2,B,T), updates K × (B,T,D), coefficients (K,2,B,T), queries (2,D), gates α, β
     and with a live state ρ -> (B,T,D), (K+1,2,B,T)
     """
-    if choice.kind(retrieved) == "reference":
+    if dispatch.kind(retrieved) == "reference":
         return reference.gated_read(retrieved, log_partition, updates, coefficients, queries, gates, route, eps, norm)
     return _read(retrieved, log_partition, updates, coefficients, queries, gates, route, eps, norm)
 
@@ -132,23 +132,23 @@ def hyper_read(
 
     updates K × (B,T,D), coefficients (K,J,B,T), gates H_pre, H_post, H_res -> (B,T,D), (K+1,J,B,T)
     """
-    if choice.kind(updates[0]) == "reference":
+    if dispatch.kind(updates[0]) == "reference":
         return reference.hyper_read(updates, coefficients, gates, steps, eps, norm)
     rows, weights = _sum(updates, coefficients)
     streams = coefficients.shape[1]
     own = _gates(gates, (streams, streams, streams * streams), streams, rows[0])
     weight = None if norm is None else _parameter("the norm's weight", norm.weight, rows[0].shape[-1:], rows[0])
     given = HyperInputs(rows, weights, own, weight, steps, eps, 0.0 if norm is None else norm.eps)
-    return fused.hyper_read(*given) if _recorded(rows[0]) else choice.kernels(rows[0]).hyper_read(given)
+    return autograd.hyper_read(*given) if _recorded(rows[0]) else dispatch.kernels(rows[0]).hyper_read(given)
 
 
 @full_precision
 def write(updates: Sequence[Tensor], coefficients: Tensor) -> Tensor:
     """The live streams P^j = Σ_k C_k^j u_k as a state. updates K × (B,T,D), coefficients (K,J,B,T) -> (J,B,T,D)"""
-    if choice.kind(updates[0]) == "reference":
+    if dispatch.kind(updates[0]) == "reference":
         return reference.write(updates, coefficients)
     rows, weights = _sum(updates, coefficients)
-    return (fused if _recorded(rows[0]) else choice.kernels(rows[0])).write(rows, weights)
+    return (autograd if _recorded(rows[0]) else dispatch.kernels(rows[0])).write(rows, weights)
 
 
 depth_weights = full_precision(reference.depth_weights)
@@ -172,7 +172,7 @@ def _read(
     eps: float,
     norm: Norm | None,
 ) -> tuple[Tensor, Tensor]:
-    """`fused.read`, with gates or without."""
+    """`autograd.read`, with gates or without."""
     rows: list[Tensor] = []
     weights = asked = None
     *tokens, width = retrieved.shape[1:]
@@ -202,7 +202,7 @@ def _read(
         eps,
         0.0 if norm is None else norm.eps,
     )
-    return fused.read(*given) if _recorded(given.retrieved) else choice.kernels(given.retrieved).read(given)
+    return autograd.read(*given) if _recorded(given.retrieved) else dispatch.kernels(given.retrieved).read(given)
 
 
 def _route(route: Route, streams: int) -> tuple[list[int], list[int]]:

@@ -12,7 +12,7 @@ READ = (
 
 
 class ReadInputs(NamedTuple):
-    """Of `fused.read`; without a live state there are no updates, coefficients and queries."""
+    """Of `autograd.read`; without a live state there are no updates, coefficients and queries."""
 
     retrieved: Tensor  # (O,B,T,D)
     partition: Tensor  # (O,B,T)
@@ -31,7 +31,7 @@ HYPER_READ = "Tensor[] updates, Tensor coefficients, Tensor[] gates, Tensor? nor
 
 
 class HyperInputs(NamedTuple):
-    """Of `fused.hyper_read`."""
+    """Of `autograd.hyper_read`."""
 
     updates: list[Tensor]  # K × (B,T,D)
     coefficients: Tensor  # (K,J,B,T)

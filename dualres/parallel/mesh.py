@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from dualres.config import Config, ConfigError
-from dualres.fields import choices, divides, divisors
-from dualres.parallel.history import cut
+from dualres.config.schema import Config, ConfigError
+from dualres.config.validation import choices, divides, divisors
+from dualres.parallel.history_cache import cut
 from dualres.residual.registry import places
 
 

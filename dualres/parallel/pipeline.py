@@ -20,8 +20,8 @@ from torch.distributed.pipelining.stage import _RecvInfo
 from dualres.model.block import ResidualBlock, after
 from dualres.model.context import RouterReport, attention_mask
 from dualres.model.decoder import Vocabulary
-from dualres.model.objective import Objective
-from dualres.parallel.history import Boundary, boundaries
+from dualres.model.loss import Objective
+from dualres.parallel.history_cache import Boundary, boundaries
 from dualres.parallel.mesh import Mesh
 from dualres.residual.pathway import embed
 

@@ -3,8 +3,8 @@
 import re
 from collections.abc import Sequence
 
+from dualres.analyze.analysis_files import FOLDER, Analysis, protocol, read_analysis
 from dualres.analyze.figures import Panel, Section, sections
-from dualres.analyze.results import FOLDER, Analysis, protocol, read_analysis
 from dualres.report.groups import Group
 from dualres.report.html import Markup, join, svg_image, tag
 

@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dualres.curves import COLOURS, STYLES, smooth
 from dualres.report.groups import Group
 from dualres.report.runs import Curve, Run
+from dualres.util.curves import COLOURS, STYLES, smooth
 
 MOST_POINTS = 600  # of a curve
 UNFINISHED = len(STYLES) - 1  # the style that other methods are the last to have

@@ -5,11 +5,11 @@ from typing import NamedTuple
 
 from dualres.model.accounting import Parameters, parameters
 from dualres.model.decoder import build_decoder
+from dualres.report import suite_tables
 from dualres.report.groups import Group
 from dualres.report.runs import Run
-from dualres.suite import compare
-from dualres.suite.compare import Row
-from dualres.suite.matrix import BASE, Cell, Result
+from dualres.report.suite import BASE, Cell, Result
+from dualres.report.suite_tables import Row
 
 
 class Compared(NamedTuple):
@@ -44,7 +44,7 @@ def _compare(groups: Sequence[Group]) -> list[Compared]:
         for name, group in zip(names, groups, strict=True)
         for run in group.finished
     ]
-    rows = compare.compare(results)
+    rows = suite_tables.compare(results)
     printed = [f"{row.loss.mean:.4f}" for row in rows]
     lowest = min(printed, key=float) if len(rows) > 1 else None
     return [

@@ -1,9 +1,9 @@
 """How each method was run: the command that makes it, and the whole config."""
 
+from dualres.report.config_settings import as_yaml
 from dualres.report.groups import Group
 from dualres.report.html import Markup, code, join, tag
-from dualres.report.origin import command
-from dualres.report.settings import as_yaml
+from dualres.report.reproduce_command import command
 
 
 def as_html(group: Group) -> Markup:

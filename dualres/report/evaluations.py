@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dualres.config import ConfigError
+from dualres.config.schema import ConfigError
 from dualres.evaluate.tables import REFERENCE, Cell, Table
 from dualres.report.html import Markup, join, notes, tag
 from dualres.report.tables import Block, html_table

@@ -3,12 +3,12 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from dualres.config import Config
-from dualres.report.origin import Origin, origin
+from dualres.config.schema import Config
+from dualres.report.config_settings import differing, settings, written_out
+from dualres.report.reproduce_command import Origin, origin
 from dualres.report.runs import Run
-from dualres.report.settings import differing, settings, written_out
-from dualres.suite.matrix import BASE
-from dualres.train.run import MAY_CHANGE
+from dualres.report.suite import BASE
+from dualres.train.run_folder import MAY_CHANGE
 
 
 class Group(NamedTuple):

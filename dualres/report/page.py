@@ -6,19 +6,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from dualres.config import ConfigError
-from dualres.curves import SMOOTHED
-from dualres.report import analyses, charts, configs, evaluations, words
+from dualres.config.schema import ConfigError
+from dualres.report import analyses, charts, configs, evaluations, summary
 from dualres.report.charts import Chart
 from dualres.report.comparison import Compared, compare_groups
 from dualres.report.evaluations import Evaluation, find_evaluations
 from dualres.report.groups import Group, group_runs
 from dualres.report.html import Markup, code, embedded, join, notes, svg_image, tag
-from dualres.report.published import paper_losses
+from dualres.report.paper_losses import paper_losses
 from dualres.report.runs import find_runs
-from dualres.report.still import still
+from dualres.report.static_chart import still
 from dualres.report.tables import comparison
-from dualres.version import VERSION
+from dualres.util.curves import SMOOTHED
+from dualres.util.version import VERSION
 
 _HERE = Path(__file__).parent
 STYLE = (_HERE / "page.css").read_text(encoding="utf-8")
@@ -39,15 +39,15 @@ def make_page(given: Sequence[Path], evaluated: Sequence[Path], command: str) ->
     groups, repeated = group_runs([run for run in runs if run.training])
     if not groups:
         raise ConfigError(
-            f"no run has taken a step yet in {words.listed(given)}: give one that has, or wait a moment and give the "
+            f"no run has taken a step yet in {summary.listed(given)}: give one that has, or wait a moment and give the "
             "same command again"
         )
     compared = compare_groups(groups)
     losses, routers = charts.loss_charts(groups), charts.router_charts(groups)
     parts = [
         Part("comparison", "Comparison", _comparison(compared)),
-        Part("curves", "Loss curves", _charts(losses, words.CURVES, words.HOW)),
-        *([Part("routers", "Router balance", _charts(routers, words.ROUTERS))] if routers else []),
+        Part("curves", "Loss curves", _charts(losses, summary.CURVES, summary.HOW)),
+        *([Part("routers", "Router balance", _charts(routers, summary.ROUTERS))] if routers else []),
         *_evaluations(find_evaluations(evaluated, given)),
         Part("paper", "Beside the paper", _paper(compared)),
         Part("analyses", "Analyses", _analyses(groups)),
@@ -55,9 +55,9 @@ def make_page(given: Sequence[Path], evaluated: Sequence[Path], command: str) ->
     ]
     idle = [run for run in runs if not run.training]
     head = join(
-        tag("h1", words.title(groups)),
-        tag("p", words.compared_in_words(groups), class_="lead"),
-        notes(words.honesty(groups, compared, repeated, idle)),
+        tag("h1", summary.title(groups)),
+        tag("p", summary.compared_in_words(groups), class_="lead"),
+        notes(summary.honesty(groups, compared, repeated, idle)),
         tag(
             "nav",
             tag("ul", *(tag("li", tag("a", part.title, href=f"#{part.name}")) for part in parts)),
@@ -67,7 +67,7 @@ def make_page(given: Sequence[Path], evaluated: Sequence[Path], command: str) ->
     sections = [tag("section", tag("h2", part.title, id=part.name), part.body) for part in parts]
     footer = tag("footer", tag("p", f"Made with dualres {VERSION} by ", code(command)))
     data = embedded([charts.as_data(chart) for chart in (*losses, *routers)], "charts")
-    return _document(words.title(groups), join(tag("header", head), tag("main", *sections), footer, data))
+    return _document(summary.title(groups), join(tag("header", head), tag("main", *sections), footer, data))
 
 
 def _document(title: str, body: Markup) -> str:
@@ -93,11 +93,11 @@ def _document(title: str, body: Markup) -> str:
 def _comparison(compared: Sequence[Compared]) -> Markup:
     if not compared:
         return tag("p", "No run is finished yet: the curves are of what there is.", class_="notice")
-    return join(comparison(compared), notes(words.INTERVALS))
+    return join(comparison(compared), notes(summary.INTERVALS))
 
 
 def _charts(drawn: Sequence[Chart], what: str, how: str = "") -> Markup:
-    windows = words.listed(dict.fromkeys(f"{chart.window} at {chart.title}" for chart in drawn))
+    windows = summary.listed(dict.fromkeys(f"{chart.window} at {chart.title}" for chart in drawn))
     figures = [
         tag(
             "figure",
@@ -121,7 +121,7 @@ def _evaluations(found: Sequence[Evaluation]) -> list[Part]:
 def _paper(compared: Sequence[Compared]) -> Markup:
     tables = paper_losses(compared)
     return (
-        join(tag("p", words.PAPERS), *tables)
+        join(tag("p", summary.PAPERS), *tables)
         if tables
         else tag("p", "None of these runs has a counterpart in the paper's loss tables.")
     )
@@ -133,7 +133,7 @@ def _analyses(groups: Sequence[Group]) -> Markup:
         return tag(
             "p", "No run has an analysis yet: ", code("dualres analyze RUN…"), " makes them, then make this page again."
         )
-    runs = f"One run of each method is shown, the first seed that has an analysis: {words.listed(used)}."
+    runs = f"One run of each method is shown, the first seed that has an analysis: {summary.listed(used)}."
     how = f"Looked at: {ways[0]}."
     if len(ways) > 1:
         how = f"They were not all looked at in the same way, so compare with care: {'; or '.join(ways)}."

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dualres.config import Config, ConfigError
-from dualres.train.errors import TrainError
-from dualres.train.log import METRICS, read_rows
-from dualres.train.run import CONFIG, SUMMARY, read_config, read_description, read_summary
+from dualres.config.schema import Config, ConfigError
+from dualres.train.metrics import METRICS, read_rows
+from dualres.train.run_folder import CONFIG, SUMMARY, read_config, read_description, read_summary
+from dualres.util.errors import TrainError
 
 Curve = tuple[tuple[int, float], ...]  # tokens, value
 

@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 from dualres.report.comparison import Compared
 from dualres.report.html import Markup, code, join, tag
-from dualres.suite.matrix import BASE
-from dualres.suite.statistics import Estimate
+from dualres.report.statistics import Estimate
+from dualres.report.suite import BASE
 
 NOTHING = "—"
 MINUS = "−"

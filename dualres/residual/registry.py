@@ -6,10 +6,10 @@ from typing import NamedTuple, cast
 
 from torch import nn
 
-from dualres.config import ConfigError, ResidualConfig
+from dualres.config.schema import ConfigError, ResidualConfig
 from dualres.residual.attnres import AttnRes, ValueProjected
 from dualres.residual.dual import Dual
-from dualres.residual.hyper import HyperConnections
+from dualres.residual.hyper_connections import HyperConnections
 from dualres.residual.pathway import LastState, Pathway, Place
 from dualres.residual.retrieval import Retrieval
 from dualres.residual.route import CROSS_V, DUAL, FIXED_KV, SELF_KV, SINGLE, VALUE_PROJECTED, Route

@@ -22,9 +22,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from dualres.files import PARTIAL, flush, flush_folder, partial_of, write_json
-from dualres.train.errors import TrainError
-from dualres.train.world import World, agree
+from dualres.train.process_group import World, agree
+from dualres.util.atomic_files import PARTIAL, flush, flush_folder, partial_of, write_json
+from dualres.util.errors import TrainError
 
 MANIFEST, STATE, DAMAGED = "manifest.json", "state.json", ".damaged"
 PARTS = {"weights": "model.", "optimizer": "optimizer."}  # folder, beginning of the names in it

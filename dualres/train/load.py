@@ -8,8 +8,8 @@ from dualres.data import tokenizer as tokenizers
 from dualres.data.shards import TOKENIZER
 from dualres.data.tokenizer import Tokenizer
 from dualres.model.decoder import Decoder, build_decoder
-from dualres.train import checkpoint, run
-from dualres.train.errors import TrainError
+from dualres.train import checkpoint, run_folder
+from dualres.util.errors import TrainError
 
 CHOICES = ("last", "best")
 
@@ -24,7 +24,7 @@ class Loaded(NamedTuple):
 
 def load_run(folder: Path, which: str = "last") -> Loaded:
     """The weights of a run's last or best checkpoint, after their checksums were compared."""
-    described, config = run.read_description(folder), run.read_config(folder)
+    described, config = run_folder.read_description(folder), run_folder.read_config(folder)
     path = choose(folder, which)
     wrong = checkpoint.damage(path)
     if wrong:
@@ -40,7 +40,7 @@ def load_run(folder: Path, which: str = "last") -> Loaded:
 
 def choose(folder: Path, which: str) -> Path:
     """The folder of a run's last or best checkpoint."""
-    there = checkpoint.found(folder / run.CHECKPOINTS)
+    there = checkpoint.found(folder / run_folder.CHECKPOINTS)
     if not there:
         raise TrainError(f"{folder} has no checkpoint yet: train until train.checkpoint_every, or to the end")
     if which == "last":

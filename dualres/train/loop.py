@@ -16,22 +16,22 @@ from typing import Any, NamedTuple
 import torch
 
 from dualres.analyze.health import health
-from dualres.config import Config
+from dualres.config.schema import Config
 from dualres.data import shards
 from dualres.data.loader import Loader
 from dualres.data.shards import Index
-from dualres.files import write_json
-from dualres.progress import Progress, duration, short
-from dualres.train import run
-from dualres.train.build import build_engine, engine_mesh, engine_name
+from dualres.train import run_folder
 from dualres.train.checkpoint import Checkpoints, load_start
-from dualres.train.engine import Engine, Micro
-from dualres.train.errors import TrainError
-from dualres.train.log import Log
-from dualres.train.lost import naming_lost_ranks
+from dualres.train.engines.base import Engine, Micro
+from dualres.train.engines.build import build_engine, engine_mesh, engine_name
+from dualres.train.failure_detection import naming_lost_ranks
+from dualres.train.metrics import Log
+from dualres.train.process_group import World, limit_waiting
 from dualres.train.recipe import learning_rate, steps_of
-from dualres.train.speed import Speed, peak_memory
-from dualres.train.world import World, limit_waiting
+from dualres.train.throughput import Speed, peak_memory
+from dualres.util.atomic_files import write_json
+from dualres.util.errors import TrainError
+from dualres.util.progress import Progress, duration, short
 
 VERIFIED = "verified.json"  # which data files were read in whole, so that a resumed run need not do it again
 
@@ -67,10 +67,10 @@ def train(
     """
     check_batch(config, world.size)
     with ExitStack() as held:
-        world.agree(lambda: held.enter_context(run.alone(folder)) if world.leads else None)
+        world.agree(lambda: held.enter_context(run_folder.alone(folder)) if world.leads else None)
         index = world.agree(lambda: shards.read_index(data))[world.rank]
         check_vocabulary(config, data, index)
-        world.agree(lambda: run.open_run(folder, config, data, index, start) if world.leads else None)
+        world.agree(lambda: run_folder.open_run(folder, config, data, index, start) if world.leads else None)
         _verify(config, data, folder, index, world, progress)
         training = Training(config, data, folder, index, world, progress, wandb, start)
         if world.sum([float(world.terminated())])[0] > 0:
@@ -98,7 +98,7 @@ class Training:
         self.loader = Loader(data, index, "train", context, train.seed)
         self.held_out = Loader(data, index, "validation", context, None)
         self.engine: Engine = build_engine(config, world, index.end_of_text)
-        self.checkpoints = Checkpoints(folder / run.CHECKPOINTS, world, train.keep_checkpoints, progress.say)
+        self.checkpoints = Checkpoints(folder / run_folder.CHECKPOINTS, world, train.keep_checkpoints, progress.say)
         self.step, self.best_step, self.best_loss = 0, 0, math.inf
         self.validation_loss: float | None = None
         self._restore(start)
@@ -256,7 +256,7 @@ class Training:
             raise TrainError(self.checkpoints.failure)
 
     def _summarise(self) -> None:
-        before = self.folder / run.SUMMARY
+        before = self.folder / run_folder.SUMMARY
         if before.exists() and not self.speed.seconds:  # a finished run that was started again
             return
         summary = {

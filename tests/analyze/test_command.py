@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from dualres.analyze import figures
-from dualres.analyze.results import FOLDER, read_analysis
+from dualres.analyze.analysis_files import FOLDER, read_analysis
 from dualres.cli import main
 from dualres.hub.export import export
 from dualres.train.checkpoint import found
-from dualres.train.run import CHECKPOINTS
+from dualres.train.run_folder import CHECKPOINTS
 from tests.train.tiny import tiny_config, tiny_data, train_tiny
 
 SHORT: dict[str, Any] = {"train__tokens": 4 * 4 * 32}

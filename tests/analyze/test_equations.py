@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from dualres.analyze.measure import Protocol, analyse
-from dualres.analyze.results import Analysis
-from dualres.config import ResidualConfig
+from dualres.analyze.analysis import Protocol, analyse
+from dualres.analyze.analysis_files import Analysis
+from dualres.config.schema import ResidualConfig
 from tests import equations
 from tests.equations import Array, Look, Network
 from tests.small import RESIDUALS, model_config, random_tokens, stirred

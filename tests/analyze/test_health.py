@@ -7,9 +7,9 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from dualres.analyze.analysis import Protocol, analyse
 from dualres.analyze.health import health
-from dualres.analyze.measure import Protocol, analyse
-from dualres.train.log import TENSORBOARD
+from dualres.train.metrics import TENSORBOARD
 from tests.small import RESIDUALS, model_config, random_tokens, stirred
 from tests.train.tiny import Told, launch, metrics, rows, said, terminate, tiny_config, tiny_data, train_tiny
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from dualres.analyze.measure import Protocol, analyse
+from dualres.analyze.analysis import Protocol, analyse
 from dualres.model.decoder import build_decoder
 from tests.residual.test_zero_start import gates_closed
 from tests.small import RESIDUALS, model_config, random_tokens

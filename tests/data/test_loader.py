@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from dualres.data.errors import DataError
 from dualres.data.loader import Loader, shuffled
 from dualres.data.prepare import Settings, prepare
 from dualres.data.shards import Index, ShardWriter, dtype_for
 from dualres.data.tokenizer import byte_tokenizer
+from dualres.util.errors import DataError
 from tests.data.corpus import DOCUMENTS, write
 
 CONTEXT = 8

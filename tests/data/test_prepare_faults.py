@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from dualres.cli import main
-from dualres.data.errors import DataError
 from dualres.data.prepare import Report, Settings, prepare
+from dualres.util.errors import DataError
 from tests.data.corpus import (
     DOCUMENTS,
     document,

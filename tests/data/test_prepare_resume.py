@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from dualres.cli import main
-from dualres.data.errors import DataError
 from dualres.data.prepare import Report, prepare
 from dualres.data.shards import read_index
 from dualres.data.tokenizer import train_bpe
+from dualres.util.errors import DataError
 from tests.data.corpus import (
     DOCUMENTS,
     document,

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from dualres.data import shards
-from dualres.data.errors import DataError
 from dualres.data.prepare import Settings, prepare
 from dualres.data.shards import Index, ShardWriter, read_index, read_tokenizer, verify
 from dualres.data.tokenizer import byte_tokenizer, train_bpe
+from dualres.util.errors import DataError
 from tests.data.corpus import DOCUMENTS, write
 
 SHARD = "train-00001.bin"

@@ -10,8 +10,8 @@ import pyarrow.parquet
 import pytest
 
 from dualres.data import source
-from dualres.data.errors import DataError
 from dualres.data.source import DOCUMENT_CHARACTERS, LONGEST, open_source
+from dualres.util.errors import DataError
 from tests.data.corpus import (
     ALL_ODD,
     DOCUMENTS,

@@ -16,8 +16,8 @@ from mistral_common.tokens.tokenizers.tekken import Tekkenizer
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
 from dualres.data import tokenizer as tokenizer_module
-from dualres.data.errors import DataError
 from dualres.data.tokenizer import Tokenizer, byte_tokenizer, load, merges_of, tekken, train_bpe
+from dualres.util.errors import DataError
 from tests.data.corpus import ALL_ODD, ODD
 
 TOPICS = list(pydoc_data.topics.topics.values())

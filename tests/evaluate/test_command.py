@@ -12,12 +12,12 @@ import pytest
 
 from dualres.cli import main
 from dualres.commands.evaluate import models_of
-from dualres.config import ConfigError
+from dualres.config.schema import ConfigError
 from dualres.evaluate import perplexity, subject, zero_shot
-from dualres.evaluate.batches import MOST_ROWS
+from dualres.evaluate.batch_size import MOST_ROWS
 from dualres.evaluate.subject import Subject
-from dualres.files import LOCK
 from dualres.hub.errors import ModelError
+from dualres.util.atomic_files import LOCK
 from tests.evaluate.task_files import write_files, write_rows
 from tests.evaluate.tiny import bpe_tokenizer, save_tiny, tiny_subject
 from tests.train.tiny import tiny_data

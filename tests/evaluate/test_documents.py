@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from dualres.data.errors import DataError
 from dualres.evaluate import documents
 from dualres.evaluate.documents import PALOMA, Source, find_sources, group_name, texts
+from dualres.util.errors import DataError
 from tests.data.corpus import ODD, write
 
 TEXTS = ["one", "", *ODD.values()]

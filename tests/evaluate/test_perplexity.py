@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 from torch import Tensor, nn
 
-from dualres.data.errors import DataError
 from dualres.data.tokenizer import END_OF_TEXT
 from dualres.evaluate import perplexity
-from dualres.evaluate.batches import CHUNK_BYTES, Batch
+from dualres.evaluate.batch_size import CHUNK_BYTES, Batch
 from dualres.evaluate.documents import Source
 from dualres.evaluate.perplexity import FirstToken, SourceScore, as_data, check_vocabulary, from_data, macro, pooled
 from dualres.evaluate.subject import Subject
+from dualres.util.errors import DataError
 from tests.data.corpus import ODD
 from tests.evaluate.tiny import CONTEXT, TEXTS, bpe, bpe_tokenizer, byte_tokenizer, source_of, tiny_llama, tiny_subject
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from dualres import paper
+from dualres.config import paper
 from dualres.evaluate import render
 from dualres.evaluate.documents import PALOMA, Source
-from dualres.evaluate.measure import Asked, ModelResult
+from dualres.evaluate.evaluation import Asked, ModelResult
 from dualres.evaluate.perplexity import SourceScore
 from dualres.evaluate.tables import Cell, Table, by_source, fit, tables, zero_shot
 from dualres.evaluate.task_documents import TaskDocuments

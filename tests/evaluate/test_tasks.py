@@ -11,11 +11,11 @@ import datasets
 import pytest
 import yaml
 
-from dualres.config import ConfigError
-from dualres.data.errors import DataError
+from dualres.config.schema import ConfigError
 from dualres.evaluate import task_documents as places
 from dualres.evaluate.task_documents import HUB, OLMO, task_documents
 from dualres.evaluate.tasks import TASKS, UNTITLED, Task, document_of, tasks_of
+from dualres.util.errors import DataError
 from tests.evaluate.task_files import FILES, write_files, write_rows
 
 BY_NAME = {task.name: task for task in TASKS}

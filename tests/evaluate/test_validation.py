@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import AutoTokenizer
 
-from dualres.config import ConfigError
-from dualres.data.errors import DataError
+from dualres.config.schema import ConfigError
 from dualres.data.shards import INDEX, TOKENIZER, read_index
-from dualres.evaluate.batches import Batch
+from dualres.evaluate.batch_size import Batch
 from dualres.evaluate.subject import Subject
 from dualres.evaluate.validation import ValidationScore, validation_loss
 from dualres.model.decoder import Decoder
 from dualres.train.load import load_run
+from dualres.util.errors import DataError
 from tests.evaluate.tiny import Small, bpe_tokenizer, byte_tokenizer, tiny_subject, wrapped
 from tests.train.tiny import TINY, rows, tiny_config, tiny_data, train_tiny
 

@@ -15,14 +15,14 @@ from lm_eval.api.task import tqdm
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
-from dualres.config import ConfigError
-from dualres.data.errors import DataError
+from dualres.config.schema import ConfigError
 from dualres.evaluate import zero_shot
-from dualres.evaluate.batches import Batch
+from dualres.evaluate.batch_size import Batch
 from dualres.evaluate.subject import Subject
 from dualres.evaluate.task_documents import TaskDocuments, task_documents
 from dualres.evaluate.tasks import TASKS, Task
 from dualres.evaluate.zero_shot import Accuracy, TaskScore, as_data, average, from_data, score_task
+from dualres.util.errors import DataError
 from tests.evaluate.task_files import FILES, write_files
 from tests.evaluate.tiny import bpe_tokenizer, tiny_subject
 

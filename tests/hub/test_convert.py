@@ -13,15 +13,15 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from dualres.config import ConfigError, ResidualConfig
+from dualres.config.loading import names
+from dualres.config.schema import ConfigError, ResidualConfig
 from dualres.data.tokenizer import byte_tokenizer
-from dualres.experiment import names
 from dualres.hub.convert import Source, convert, decoder_of, local_folder, read_source, target
 from dualres.hub.errors import ModelError
 from dualres.hub.export import export
-from dualres.hub.model import DualResForCausalLM
+from dualres.hub.hf_model import DualResForCausalLM
+from dualres.hub.hf_tokenizer import as_transformers
 from dualres.hub.speak import load_speaker
-from dualres.hub.tokenizer import as_transformers
 from tests.hub.family import FAMILY, SIZE, family_model, saved_family_model
 from tests.small import model_config, next_token_loss, random_tokens, real_text, relative_error, stirred
 

@@ -13,19 +13,19 @@ import torch
 import transformers
 
 from dualres import cli
-from dualres.config import ConfigError
+from dualres.config.loading import load_recipe
+from dualres.config.schema import ConfigError
 from dualres.data.prepare import Settings, prepare
 from dualres.evaluate.subject import load_subject
-from dualres.experiment import load_recipe
 from dualres.hub.convert import convert
 from dualres.hub.errors import ModelError
 from dualres.hub.export import RUN_RECORD, export, import_run, open_model
-from dualres.hub.saved import load_model
+from dualres.hub.model_folder import load_model
 from dualres.hub.speak import load_speaker
 from dualres.hub.start import check_tokens, read_start
-from dualres.train.errors import TrainError
 from dualres.train.load import load_run
 from dualres.train.loop import train
+from dualres.util.errors import TrainError
 from tests.hub.family import saved_family_model
 from tests.small import random_tokens, relative_error
 from tests.train.tiny import ALONE, Told, overrides, tiny_config, tiny_data
@@ -119,7 +119,7 @@ def test_a_save_that_fails_leaves_nothing(made: Made, tmp_path: Path, monkeypatc
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("dualres.hub.bundle.add_code", full)
+    monkeypatch.setattr("dualres.hub.remote_code.add_code", full)
     with pytest.raises(OSError, match="No space"):
         export(made.folder / "standard", tmp_path / "out")
     assert list(tmp_path.iterdir()) == []

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from dualres.config import MoEConfig
+from dualres.config.schema import MoEConfig
 from dualres.model.attention import Attention
 from dualres.model.context import RouterReport
 from dualres.model.decoder import Decoder

@@ -8,12 +8,12 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from dualres.config import ResidualConfig
+from dualres.config.schema import ResidualConfig
 from dualres.model import accounting, moe
 from dualres.model.block import NormedBranch
 from dualres.model.context import KVCache
 from dualres.model.decoder import build_decoder
-from dualres.ops import choice, grouped_linear
+from dualres.ops import dispatch, grouped_linear
 from tests.small import (
     FEEDFORWARDS,
     MOE,
@@ -131,7 +131,7 @@ def test_residual_traffic(
 ):
     """Blocks of 4, 4 and 2 branches, of 2 for mHC; whatever runs. Forward by hand, as in docs/performance.md;
     backward as it was found: PyTorch's sums of gradients are a third of it."""
-    monkeypatch.setattr(choice, "FORCED", forced)
+    monkeypatch.setattr(dispatch, "FORCED", forced)
     moved = accounting.residual_traffic(build_decoder(model_config(), RESIDUALS[name], device="meta"))
     assert moved.forward == 32 * (prefix + reads + writes + readout)
     assert moved.backward == 32 * backward

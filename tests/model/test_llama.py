@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from dualres.config import ModelConfig, ResidualConfig
+from dualres.config.schema import ModelConfig, ResidualConfig
 from dualres.model.decoder import Decoder, build_decoder
 from tests.small import gradients, model_config, next_token_loss, random_tokens, relative_error
 

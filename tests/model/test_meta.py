@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dualres.config import MoEConfig
-from dualres.experiment import load_config, names
+from dualres.config.loading import load_config, names
+from dualres.config.schema import MoEConfig
 from dualres.model.decoder import Decoder, build_decoder
 from tests.small import FEEDFORWARDS, RESIDUALS, model_config, random_tokens, relative_error, stirred
 

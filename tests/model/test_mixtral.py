@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from dualres.config import ModelConfig, MoEConfig
+from dualres.config.schema import ModelConfig, MoEConfig
 from tests.model.test_llama import SHARED_NAMES, assert_same_model, their_settings, with_weights_of
 from tests.small import MOE, model_config
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.functional import linear, silu
 
-from dualres.config import ResidualConfig
+from dualres.config.schema import ResidualConfig
 from dualres.model.context import Context, RouterReport
 from dualres.model.decoder import Decoder
 from dualres.model.moe import Experts, MoE, Together, router_logits

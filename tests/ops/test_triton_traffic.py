@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from dualres.ops import Norm, choice
+from dualres.ops import Norm, dispatch
 from dualres.ops import traffic as account
 from dualres.ops import triton as kernels
 from dualres.ops.inputs import HyperInputs, ReadInputs
@@ -85,7 +85,7 @@ def test_the_account_is_what_the_meter_counts(op: str, sizes: dict[str, int], ex
 @pytest.mark.parametrize("states", [1, 2, 5, 9])
 def test_a_block_stays_within_its_budget(states: int, branches: int, sets: str, monkeypatch: Any):
     """Open to close, by the real pathway: 8d per branch, and its share of the prefix, (2R + 2U)d / S for U sets."""
-    monkeypatch.setattr(choice, "FORCED", "triton")
+    monkeypatch.setattr(dispatch, "FORCED", "triton")
     shape = (1, 5, 24)
     used = tuple(i % 2 if sets == "block" else i for i in range(branches))
     pathway = Dual(shape[-1], Place(states, used), eps=1e-6, gate_scale=1.0, rho_bias=2.0)

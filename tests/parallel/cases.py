@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dualres.config import Config, ModelConfig, MoEConfig, ParallelConfig, ResidualConfig, TrainConfig
+from dualres.config.schema import Config, ModelConfig, MoEConfig, ParallelConfig, ResidualConfig, TrainConfig
 from dualres.model import decoder, moe
 from dualres.model.decoder import part_generator, reset_part
 from dualres.model.moe import MoE
 from dualres.parallel.mesh import Mesh
-from dualres.train import build
-from dualres.train.engine import Engine, Micro
+from dualres.train.engines import build
+from dualres.train.engines.base import Engine, Micro
 from dualres.train.recipe import learning_rate
 from tests.small import relative_error
 

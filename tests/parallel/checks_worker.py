@@ -13,16 +13,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dualres.config import Config
+from dualres.config.schema import Config
 from dualres.model.block import compile_blocks
 from dualres.parallel import gradients
-from dualres.parallel.history import boundaries
+from dualres.parallel.history_cache import boundaries
 from dualres.parallel.mesh import Mesh, chunk_sizes, make_groups
 from dualres.parallel.pipeline import make_chunks, micro_batches_run
-from dualres.train import build
-from dualres.train.build import build_engine
-from dualres.train.sharded import PipelineEngine
-from dualres.train.world import World, join_world
+from dualres.train.engines import build
+from dualres.train.engines.build import build_engine
+from dualres.train.engines.fsdp import PipelineEngine
+from dualres.train.process_group import World, join_world
 from tests.parallel.cases import CONTEXT, MICRO, Case, config_of, differences, share, stirred_parts, train
 from tests.parallel.mesh_worker import ALONE, together, whole
 

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dualres.parallel.mesh import Mesh, make_groups
-from dualres.train import build
-from dualres.train.build import build_engine
-from dualres.train.world import World, join_world
+from dualres.train.engines import build
+from dualres.train.engines.build import build_engine
+from dualres.train.process_group import World, join_world
 from tests.parallel.cases import (
     ACTIVE,
     MESHES,

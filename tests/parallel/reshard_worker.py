@@ -12,13 +12,13 @@ from pathlib import Path
 
 import torch
 
-from dualres.config import Config
+from dualres.config.schema import Config
 from dualres.parallel.mesh import Mesh, make_groups
-from dualres.train import build
-from dualres.train.build import build_engine
 from dualres.train.checkpoint import Checkpoints
-from dualres.train.engine import Engine
-from dualres.train.world import World, join_world
+from dualres.train.engines import build
+from dualres.train.engines.base import Engine
+from dualres.train.engines.build import build_engine
+from dualres.train.process_group import World, join_world
 from tests.parallel.cases import ACTIVE, MESHES, Case, config_of, share, stirred_parts, watched_routers
 from tests.parallel.mesh_worker import ALONE, MARGIN
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from dualres.hub.export import export
-from dualres.hub.model import DualResForCausalLM
+from dualres.hub.hf_model import DualResForCausalLM
 from dualres.train.load import load_run
 from tests.parallel.fault_worker import REASON, STEP
 from tests.train.tiny import kill_all, launch, losses, metrics, said

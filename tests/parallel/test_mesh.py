@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dualres.config import AnalyzeConfig, Config, ConfigError, ParallelConfig
+from dualres.config.schema import AnalyzeConfig, Config, ConfigError, ParallelConfig
 from dualres.parallel.mesh import Mesh, chunk_sizes, mesh_of
 from dualres.parallel.pipeline import micro_batches_run
 from tests.parallel.cases import Case, config_of

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from dualres.parallel.mesh import Mesh
-from dualres.train.build import build_engine
 from dualres.train.checkpoint import Checkpoints
+from dualres.train.engines.build import build_engine
 from tests.launching import torchrun
 from tests.parallel import uneven_worker
 from tests.parallel.cases import MESHES, cases, config_of

@@ -11,9 +11,9 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
 from dualres.parallel.mesh import Mesh
-from dualres.train.build import build_engine
 from dualres.train.checkpoint import Checkpoints
-from dualres.train.world import World, join_world
+from dualres.train.engines.build import build_engine
+from dualres.train.process_group import World, join_world
 from tests.parallel.cases import Case, config_of, share, stirred_parts
 from tests.parallel.mesh_worker import together, whole
 

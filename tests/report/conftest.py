@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from selenium import webdriver
 
-from dualres.analyze.results import Analysis, write_analysis
-from dualres.train.log import METRICS
-from dualres.train.run import SUMMARY
+from dualres.analyze.analysis_files import Analysis, write_analysis
+from dualres.train.metrics import METRICS
+from dualres.train.run_folder import SUMMARY
 from tests.report.browsing import HIGH, start
 from tests.report.reading import evaluation, make
 from tests.train.tiny import tiny_config, tiny_data, train_tiny

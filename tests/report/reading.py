@@ -8,7 +8,7 @@ from typing import Any
 
 from dualres.cli import main
 from dualres.evaluate import render
-from dualres.train.run import CONFIG
+from dualres.train.run_folder import CONFIG
 from tests.evaluate.test_tables import everything
 
 NO_END = {"meta", "link", "img"}

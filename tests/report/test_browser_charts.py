@@ -8,7 +8,7 @@ from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
-from dualres.train.log import METRICS
+from dualres.train.metrics import METRICS
 from tests.report.browsing import HIGH, PHONE, button, load, state
 from tests.report.conftest import STEPS
 from tests.report.reading import charts, make, parsed

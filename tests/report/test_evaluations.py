@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from dualres.analyze.analysis_files import Analysis, write_analysis
 from dualres.analyze.figures import Panel, Section
-from dualres.analyze.results import Analysis, write_analysis
 from dualres.cli import main
 from dualres.evaluate.tables import REFERENCE, tables
 from dualres.report.analyses import as_html

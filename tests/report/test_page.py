@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dualres import paper
 from dualres.cli import main
-from dualres.config import Config
-from dualres.experiment import load_config
-from dualres.fields import build
+from dualres.config import paper
+from dualres.config.loading import load_config
+from dualres.config.schema import Config
+from dualres.config.validation import build
 from dualres.report.page import SCRIPT
-from dualres.train.run import CONFIG, SUMMARY, read_config
+from dualres.train.run_folder import CONFIG, SUMMARY, read_config
 from tests.report.reading import Element, copy_run, describe, make, section
 
 EVIL = "<img src=x onerror=alert(1)>"
@@ -247,7 +247,7 @@ def test_a_page_is_whole_or_not_there(suite: Path, tmp_path: Path, monkeypatch: 
     def full(file: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("dualres.files.flush", full)
+    monkeypatch.setattr("dualres.util.atomic_files.flush", full)
     assert main(["report", str(suite / "mhc-2-seed0"), "-o", str(out)]) == 1
     assert out.read_bytes() == before
     assert list(out.parent.iterdir()) == [out]

@@ -9,8 +9,8 @@ import pytest
 
 from dualres.cli import main
 from dualres.report.runs import find_runs
-from dualres.train.log import METRICS
-from dualres.train.run import CONFIG, SUMMARY
+from dualres.train.metrics import METRICS
+from dualres.train.run_folder import CONFIG, SUMMARY
 from tests.report.conftest import STEPS
 from tests.report.reading import charts, make, section
 from tests.train.tiny import rows

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dualres.config import ConfigError, ResidualConfig
+from dualres.config.schema import ConfigError, ResidualConfig
 from dualres.model.block import ResidualStack, residual_stack
 from dualres.ops import Norm
 from dualres.residual import registry

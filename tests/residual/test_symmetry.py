@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dualres.config import ResidualConfig
+from dualres.config.schema import ResidualConfig
 from dualres.model.decoder import Decoder, build_decoder
 from dualres.residual.gates import Gate
 from tests.small import model_config, next_token_loss, real_text

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from dualres.config import ResidualConfig
+from dualres.config.schema import ResidualConfig
 from dualres.model.decoder import build_decoder
 from dualres.residual import registry
 from tests.small import FEEDFORWARDS, RESIDUALS, model_config, random_tokens, relative_error

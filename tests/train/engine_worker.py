@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dualres.train.loop import train
-from dualres.train.world import join_world
+from dualres.train.process_group import join_world
 from tests.train.tiny import Told, tiny_config
 
 CASES = {  # engine, ZeRO stage, feed-forward

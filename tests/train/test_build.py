@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from dualres.model.objective import document_numbers
+from dualres.model.loss import document_numbers
 from dualres.parallel.mesh import Mesh
-from dualres.train.build import build_engine, compile_mode
-from dualres.train.engine import TorchEngine
-from dualres.train.speed import Speed
+from dualres.train.engines.base import TorchEngine
+from dualres.train.engines.build import build_engine, compile_mode
+from dualres.train.throughput import Speed
 from tests.train.tiny import ALONE, tiny_config
 
 END = 256

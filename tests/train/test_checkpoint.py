@@ -9,7 +9,7 @@ import torch
 
 from dualres.train import checkpoint
 from dualres.train.checkpoint import Checkpoints
-from dualres.train.world import World
+from dualres.train.process_group import World
 
 GLOO: Any = object()  # a group that is never used
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from dualres.train import run
+from dualres.train import run_folder
 from dualres.train.checkpoint import damage
 from tests.train.tiny import STEPS, checkpoints, descendants, kill_all, launch, losses, metrics, rows, said
 
@@ -37,7 +37,7 @@ def rows_there(folder: Path) -> int:
 
 
 def saving(folder: Path) -> bool:
-    return any((folder / run.CHECKPOINTS).glob("*.partial"))
+    return any((folder / run_folder.CHECKPOINTS).glob("*.partial"))
 
 
 def wait_for(happened, process: subprocess.Popen[str], folder: Path) -> None:
@@ -67,7 +67,7 @@ def test_killed_twenty_times(ranks: int, data: Path, tmp_path: Path):
         assert process.returncode == -signal.SIGKILL
         during_a_save += saving(folder)
     assert during_a_save >= 3  # that a save was really cut
-    assert not (folder / run.SUMMARY).exists()
+    assert not (folder / run_folder.SUMMARY).exists()
     finish(launch(data, folder, ranks=ranks, **LONG_RUN), folder)
     assert metrics(folder) == metrics(whole)
     ours, wanted_weights = final_weights(folder), final_weights(whole)
@@ -113,14 +113,14 @@ def test_a_folder_in_use_is_refused_by_all_ranks_at_once(data: Path, tmp_path: P
     """Also by the one that is last to leave, which torchrun terminates as soon as the other has ended."""
     monkeypatch.setenv("FAULT", "0 late_to_leave")
     folder = tmp_path / "run"
-    with run.alone(folder):
+    with run_folder.alone(folder):
         process = launch(data, folder, ranks=2, program="tests.parallel.fault_worker")
         assert process.wait(DEADLINE) == 1
     refusal = f"another process trains in {folder}: wait for it, or use a new folder"
     assert f"dualres: {refusal}\n" in said(folder)
     assert f"dualres, rank 1: {refusal}\n" in said(folder)
     assert "Connection closed by peer" not in said(folder)
-    assert not (folder / run.CONFIG).exists()
+    assert not (folder / run_folder.CONFIG).exists()
 
 
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="this PyTorch was built without gloo")
@@ -137,7 +137,7 @@ def test_from_two_ranks_to_one_and_back(data: Path, whole: Path, tmp_path: Path)
         finish(process, folder)
         ends.append(checkpoints(folder)[-1].name)
     assert said(folder).count("stopped at step") == 2
-    assert all(f"resumed from {folder / run.CHECKPOINTS / name}" in said(folder) for name in ends[:2])
+    assert all(f"resumed from {folder / run_folder.CHECKPOINTS / name}" in said(folder) for name in ends[:2])
     assert losses(folder) == pytest.approx(losses(whole), rel=1e-5)
 
 
@@ -171,7 +171,7 @@ def test_a_full_disk_during_a_save(ranks: int, data: Path, whole: Path, tmp_path
     before = checkpoints(folder)[-1]
     limited = launch(data, folder, ranks=ranks, limit=limit_files)
     assert limited.wait(DEADLINE) != 0
-    assert f"checkpoint {folder / run.CHECKPOINTS / f'step-{STEPS:09d}'} was not saved: " in said(folder)
+    assert f"checkpoint {folder / run_folder.CHECKPOINTS / f'step-{STEPS:09d}'} was not saved: " in said(folder)
     assert "File too large" in said(folder)
     assert "is the disk full?" in said(folder)
     assert checkpoints(folder)[-1] == before

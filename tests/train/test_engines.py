@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dualres.hub.model import DualResForCausalLM
+from dualres.hub.hf_model import DualResForCausalLM
 from dualres.model.decoder import build_decoder
-from dualres.train.build import engine_name
-from dualres.train.errors import TrainError
+from dualres.train.engines.build import engine_name
 from dualres.train.load import load_run
 from dualres.train.loop import train
+from dualres.util.errors import TrainError
 from tests.launching import torchrun
 from tests.small import relative_error
 from tests.train.engine_worker import CASES, SHORT, name

@@ -8,8 +8,8 @@ import pytest
 from dualres.cli import main
 from dualres.data.shards import TOKENIZER
 from dualres.data.tokenizer import byte_tokenizer, train_bpe
-from dualres.model.generate import generate
-from dualres.train import run
+from dualres.model.generation import generate
+from dualres.train import run_folder
 from dualres.train.load import load_run
 
 
@@ -56,6 +56,6 @@ def test_a_run_that_was_changed(whole: Path, tmp_path: Path, capsys: pytest.Capt
     train_bpe(iter(["some text"]), 258).save(copy / TOKENIZER)
     assert main(["generate", str(copy), "x"]) == 1
     assert f"{copy / TOKENIZER} is not the tokenizer of this run" in capsys.readouterr().err
-    (copy / run.CONFIG).write_text('{"config": {}, "data": {}}')
+    (copy / run_folder.CONFIG).write_text('{"config": {}, "data": {}}')
     assert main(["generate", str(copy), "x"]) == 1
-    assert f"{copy / run.CONFIG}: model is missing" in capsys.readouterr().err
+    assert f"{copy / run_folder.CONFIG}: model is missing" in capsys.readouterr().err

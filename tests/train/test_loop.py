@@ -14,19 +14,18 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from dualres.data.errors import DataError
 from dualres.data.loader import Loader
 from dualres.data.shards import INDEX, TOKENIZER, read_index
 from dualres.data.tokenizer import train_bpe
 from dualres.model.decoder import Decoder, build_decoder
-from dualres.model.objective import Objective
-from dualres.train import run
+from dualres.model.loss import Objective
+from dualres.train import run_folder
 from dualres.train.checkpoint import STATE, Checkpoints, damage
-from dualres.train.errors import TrainError
 from dualres.train.load import load_run
-from dualres.train.log import SPEED, read_rows
 from dualres.train.loop import check_batch
+from dualres.train.metrics import SPEED, read_rows
 from dualres.train.recipe import learning_rate
+from dualres.util.errors import DataError, TrainError
 from tests.train.tiny import (
     STEPS,
     Told,
@@ -50,12 +49,12 @@ def test_what_a_run_leaves(whole: Path):
     assert trained[-1]["loss"] < trained[0]["loss"] - 0.5  # it learns
     validated = {row["step"]: row["validation_loss"] for row in rows(whole) if "validation_loss" in row}
     assert list(validated) == [10, 20, 30, 40]
-    summary = json.loads((whole / run.SUMMARY).read_text())
+    summary = json.loads((whole / run_folder.SUMMARY).read_text())
     assert summary["validation_loss"] == validated[40]
     assert summary["tokens"] == 128 * STEPS
     assert summary["tokens_per_second"] > 0
     assert all(row["tokens_per_second"] > 0 and 0 < row["mfu"] < 1 for row in read_rows(whole / SPEED))
-    assert run.read_config(whole) == config
+    assert run_folder.read_config(whole) == config
     assert list((whole / "tensorboard").iterdir())
 
 
@@ -111,15 +110,15 @@ def test_a_signal_saves_says_so_and_stops(data: Path, whole: Path, tmp_path: Pat
     done = train_tiny(tiny_config(), data, folder, told)
     assert (done.step, done.finished) == (8, False)  # the step in hand is finished; the signal came after the seventh
     assert f"stopped at step 8 of {STEPS}; saved as {checkpoints(folder)[-1]}" in told.said[-1]
-    assert not (folder / run.SUMMARY).exists()
+    assert not (folder / run_folder.SUMMARY).exists()
     again = Told()
     assert train_tiny(tiny_config(), data, folder, again).finished
-    assert f"resumed from {folder / run.CHECKPOINTS / 'step-000000008'}" in again.said
+    assert f"resumed from {folder / run_folder.CHECKPOINTS / 'step-000000008'}" in again.said
     assert metrics(folder) == metrics(whole)
 
 
 def test_a_finished_run_stays_as_it_is(data: Path, whole: Path):
-    before = {path: path.stat().st_mtime_ns for path in (whole / run.SUMMARY, checkpoints(whole)[-1])}
+    before = {path: path.stat().st_mtime_ns for path in (whole / run_folder.SUMMARY, checkpoints(whole)[-1])}
     assert train_tiny(tiny_config(), data, whole).finished
     assert before == {path: path.stat().st_mtime_ns for path in before}
 
@@ -188,7 +187,7 @@ def test_a_validation_loss_that_is_not_finite_stops_the_run(data: Path, tmp_path
     )
     with pytest.raises(TrainError, match=r"validation loss is (nan|inf) at step 1 \(sequences 0 to 3 of seed 42\)"):
         train_tiny(config, data, tmp_path / "run")
-    assert not (tmp_path / "run" / run.SUMMARY).exists()
+    assert not (tmp_path / "run" / run_folder.SUMMARY).exists()
     assert checkpoints(tmp_path / "run") == []
 
 
@@ -294,7 +293,7 @@ def test_bad_data_is_refused_at_the_start(data: Path, tmp_path: Path):
 
     with pytest.raises(TrainError, match=f"{data / INDEX}: the tokenizer has 257 entries and the model 256"):
         train_tiny(tiny_config(model__vocab_size=256), data, tmp_path / "run")
-    assert not (tmp_path / "run" / run.CHECKPOINTS).exists()
+    assert not (tmp_path / "run" / run_folder.CHECKPOINTS).exists()
 
 
 def test_data_altered_between_start_and_resumption(data: Path, tmp_path: Path):

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from dualres.config import ResidualConfig
+from dualres.config.loading import load_config
+from dualres.config.schema import ResidualConfig
 from dualres.data.loader import Loader
 from dualres.data.shards import read_index
-from dualres.experiment import load_config
 from dualres.model.decoder import build_decoder
 from dualres.train.load import load_run
 from dualres.train.recipe import adamw, learning_rate, optimizer_groups, steps_of

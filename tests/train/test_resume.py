@@ -8,10 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dualres.train import run
+from dualres.train import run_folder
 from dualres.train.checkpoint import STATE, Checkpoints, step_name
-from dualres.train.errors import TrainError
 from dualres.train.load import load_run
+from dualres.util.errors import TrainError
 from tests.train.tiny import STEPS, Told, checkpoints, metrics, terminate, tiny_config, train_tiny
 
 
@@ -23,7 +23,7 @@ def test_the_best_so_far(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     train_tiny(config, data, tmp_path, Told(21, terminate))
     assert [path.name for path in checkpoints(tmp_path)] == [step_name(step) for step in (8, 20, 22)]
     train_tiny(config, data, tmp_path)
-    summary = json.loads((tmp_path / run.SUMMARY).read_text())
+    summary = json.loads((tmp_path / run_folder.SUMMARY).read_text())
     assert (summary["best_step"], summary["best_validation_loss"], summary["validation_loss"]) == (8, 3.0, 4.0)
     assert [path.name for path in checkpoints(tmp_path)] == [step_name(step) for step in (8, 36, 40)]
     assert load_run(tmp_path, "best").checkpoint.name == step_name(8)
@@ -33,10 +33,10 @@ def test_the_last_validation_loss(data: Path, tmp_path: Path):
     """Killed between the last checkpoint and the summary: the next start writes it."""
     config = tiny_config(train__tokens=8 * 4 * 32)
     train_tiny(config, data, tmp_path)
-    before = json.loads((tmp_path / run.SUMMARY).read_text())
-    (tmp_path / run.SUMMARY).unlink()
+    before = json.loads((tmp_path / run_folder.SUMMARY).read_text())
+    (tmp_path / run_folder.SUMMARY).unlink()
     assert train_tiny(config, data, tmp_path).finished
-    after = json.loads((tmp_path / run.SUMMARY).read_text())
+    after = json.loads((tmp_path / run_folder.SUMMARY).read_text())
     assert after["validation_loss"] == before["validation_loss"] > 0
 
 
@@ -90,8 +90,8 @@ def test_the_micro_batch_of_a_sparse_model_stays(data: Path, tmp_path: Path):
 
 def test_a_key_that_an_older_version_did_not_have(data: Path, tmp_path: Path):
     train_tiny(tiny_config(), data, tmp_path, Told(3, terminate))
-    described = json.loads((tmp_path / run.CONFIG).read_text())
+    described = json.loads((tmp_path / run_folder.CONFIG).read_text())
     del described["config"]["train"]["documents"]
-    (tmp_path / run.CONFIG).write_text(json.dumps(described))
+    (tmp_path / run_folder.CONFIG).write_text(json.dumps(described))
     assert train_tiny(tiny_config(), data, tmp_path).finished
     assert json.loads((checkpoints(tmp_path)[-1] / STATE).read_text())["step"] == STEPS

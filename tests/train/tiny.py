@@ -13,15 +13,15 @@ from typing import Any
 
 import torch
 
-from dualres.config import Config
+from dualres.config.loading import load_config
+from dualres.config.schema import Config
 from dualres.data.prepare import Settings, prepare
-from dualres.experiment import load_config
-from dualres.progress import Progress
-from dualres.train import run
+from dualres.train import run_folder
 from dualres.train.checkpoint import found
-from dualres.train.log import METRICS
 from dualres.train.loop import Done, train
-from dualres.train.world import World
+from dualres.train.metrics import METRICS
+from dualres.train.process_group import World
+from dualres.util.progress import Progress
 
 ROOT = Path(__file__).parents[2]
 ALONE = World(0, 1, torch.device("cpu"), None, None)
@@ -107,7 +107,7 @@ def losses(folder: Path) -> list[float]:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    return found(folder / run.CHECKPOINTS)
+    return found(folder / run_folder.CHECKPOINTS)
 
 
 def launch(

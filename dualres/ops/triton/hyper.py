@@ -48,7 +48,7 @@ class Mixing(NamedTuple):
 
 
 def hyper_read(given: HyperInputs) -> tuple[Tensor, Tensor]:
-    """`fused.hyper_read`."""
+    """`autograd.hyper_read`."""
     updates, coefficients, gates, norm, steps, eps, norm_eps = given
     width = updates[0].shape[-1]
     tokens = updates[0].numel() // width

@@ -30,7 +30,7 @@ from dualres.ops.triton.hyper import LANES, gate_logits, join, mix, mixing_logit
 
 
 def hyper_read_backward(d_h: Tensor, d_left: Tensor, given: HyperInputs) -> list[Tensor]:
-    """`fused.hyper_read_backward`."""
+    """`autograd.hyper_read_backward`."""
     updates, coefficients, gates, norm, steps, eps, norm_eps = given
     joined = join(gates)
     count, streams = coefficients.shape[:2]

@@ -18,7 +18,7 @@ REGISTERS = 16384  # float32 accumulators that 16 warps hold beside the rows the
 
 
 def prefix(history: list[Tensor], queries: Tensor, key: list[int], value: list[int], eps: float) -> list[Tensor]:
-    """`fused.prefix`."""
+    """`autograd.prefix`."""
     state, (sets, outputs, width) = history[0], queries.shape
     streams, *shape = state.shape[:3]
     tokens = shape[0] * shape[1]
@@ -66,7 +66,7 @@ def prefix_backward(
     key: list[int],
     value: list[int],
 ) -> list[Tensor]:
-    """`fused.prefix_backward`: a pass over the history for d h̃ · v, token-wise algebra, a pass for both gradients."""
+    """`autograd.prefix_backward`: one pass over the history for d h̃ · v, token-wise algebra, one for the gradients."""
     sets, outputs, width = queries.shape
     streams, tokens = len(history[0]), norms[0, 0].numel()
     products = torch.empty_like(logits)  # (R,U,O,B,T)

@@ -13,7 +13,7 @@ from dualres.ops.triton.common import combine, inverse_rms, launch, parameter, p
 
 
 def read(given: ReadInputs) -> tuple[Tensor, Tensor]:
-    """`fused.read`."""
+    """`autograd.read`."""
     retrieved, partition, updates, coefficients, queries, gates, norm, key, value, eps, norm_eps = given
     tokens, width = partition[0].numel(), retrieved.shape[-1]
     h = torch.empty_like(retrieved[0])

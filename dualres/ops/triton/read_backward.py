@@ -30,7 +30,7 @@ from dualres.ops.triton.read import merge, open_gates, stored_streams, widened
 
 
 def read_backward(d_h: Tensor, d_left: Tensor, given: ReadInputs) -> list[Tensor]:
-    """`fused.read_backward`."""
+    """`autograd.read_backward`."""
     retrieved, partition, updates, coefficients, queries, gates, norm, key, value, eps, norm_eps = given
     tokens, outputs, width = partition[0].numel(), len(key), retrieved.shape[-1]
     live, gated, normed = bool(updates), bool(gates), norm is not None

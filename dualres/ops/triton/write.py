@@ -12,7 +12,7 @@ from dualres.ops.triton.common import combine, launch, pick, pointers, rows, str
 
 
 def write(updates: list[Tensor], coefficients: Tensor) -> Tensor:
-    """`fused.write`."""
+    """`autograd.write`."""
     streams, *shape = coefficients.shape[1:]
     tokens, width = shape[0] * shape[1], updates[0].shape[-1]
     live = updates[0].new_empty(streams, *shape, width)
@@ -35,7 +35,7 @@ def write(updates: list[Tensor], coefficients: Tensor) -> Tensor:
 
 
 def write_backward(d_live: Tensor, updates: list[Tensor], coefficients: Tensor) -> list[Tensor]:
-    """`fused.write_backward`."""
+    """`autograd.write_backward`."""
     streams, *shape = coefficients.shape[1:]
     tokens, width = shape[0] * shape[1], d_live.shape[-1]
     d_updates = [torch.empty_like(d_live[0]) for _ in coefficients]

@@ -1,0 +1,228 @@
+"""Weights between our decoder and a Megatron `GPTModel`: the same tensors, fused and cut over its ranks."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core.utils import unwrap_model
+from torch import Tensor, nn
+
+from dualres.hub.megatron.layer import ResidualLayer
+
+
+class Form(NamedTuple):
+    """How tensors of ours become one parameter of Megatron's that is cut over the ranks of a group, and back."""
+
+    cut: Callable[[list[Tensor], int, int], Tensor]  # whole tensors, rank, ranks -> the parameter of that rank
+    glue: Callable[[list[Tensor]], list[Tensor]]  # the parameters of all ranks -> whole tensors
+
+
+class Spot(NamedTuple):
+    """What a parameter of Megatron's holds: tensors of ours, in a form."""
+
+    form: Form
+    ours: tuple[str, ...]
+    expert: int | None = None  # its number on this rank
+
+
+def rows(dim: int) -> Form:
+    """One tensor, cut along a dimension."""
+    return Form(lambda ours, rank, ranks: ours[0].chunk(ranks, dim)[rank], lambda parts: [torch.cat(parts, dim)])
+
+
+def _cut_gated(ours: list[Tensor], rank: int, ranks: int) -> Tensor:
+    return torch.cat([tensor.chunk(ranks)[rank] for tensor in ours])
+
+
+def _glue_gated(parts: list[Tensor]) -> list[Tensor]:
+    gates, ups = zip(*(part.chunk(2) for part in parts), strict=True)
+    return [torch.cat(gates), torch.cat(ups)]
+
+
+WHOLE = Form(lambda ours, rank, ranks: ours[0], lambda parts: parts[:1])
+ROWS, COLUMNS = rows(0), rows(1)
+GATED = Form(_cut_gated, _glue_gated)  # every rank has its rows of the gate, then those of the up
+
+
+def grouped(groups: int, heads: int) -> Form:
+    """Query, key and value, by group of heads that share a key: the group's queries, its key, its value."""
+    shared = heads // groups
+
+    def cut(ours: list[Tensor], rank: int, ranks: int) -> Tensor:
+        by_group = torch.cat([tensor.unflatten(0, (groups, -1)) for tensor in ours], 1)
+        return by_group.chunk(ranks)[rank].flatten(0, 1)
+
+    def glue(parts: list[Tensor]) -> list[Tensor]:
+        by_group = torch.cat(parts).unflatten(0, (groups, shared + 2, -1))
+        return [t.flatten(0, 2) for t in by_group.split([shared, 1, 1], 1)]
+
+    return Form(cut, glue)
+
+
+Table = dict[str, tuple[Any, ...]]
+NORM = (WHOLE, "norm.weight")
+FEEDFORWARD: Table = {  # theirs in a layer: the form, and ours in a branch
+    "pre_mlp_layernorm.weight": NORM,
+    "mlp.linear_fc1.layer_norm_weight": NORM,  # TransformerEngine has it in the linear map that follows
+    "mlp.linear_fc1.weight": (GATED, "module.gate.weight", "module.up.weight"),
+    "mlp.linear_fc2.weight": (COLUMNS, "module.down.weight"),
+    "mlp.router.weight": (WHOLE, "module.router.weight"),
+}
+EXPERTS: Table = {  # one by one, in Megatron's own module and in TransformerEngine's
+    "mlp.experts.local_experts.{}.linear_fc1.weight": (GATED, "module.gate", "module.up"),
+    "mlp.experts.local_experts.{}.linear_fc2.weight": (COLUMNS, "module.down"),
+    "mlp.experts.linear_fc1.weight{}": (GATED, "module.gate", "module.up"),
+    "mlp.experts.linear_fc2.weight{}": (COLUMNS, "module.down"),
+}
+VOCABULARY = ("vocabulary.table.weight", "vocabulary.output.weight")
+OUTSIDE = {
+    "embedding.word_embeddings.weight": Spot(ROWS, VOCABULARY[:1]),
+    "output_layer.weight": Spot(ROWS, VOCABULARY[1:]),
+    "decoder.final_layernorm.weight": Spot(WHOLE, ("norm.weight",)),
+}
+
+
+def attention(config: Any) -> Table:
+    """As FEEDFORWARD."""
+    qkv = grouped(config.num_query_groups, config.num_attention_heads)
+    return {
+        "input_layernorm.weight": NORM,
+        "self_attention.linear_qkv.layer_norm_weight": NORM,
+        "self_attention.linear_qkv.weight": (qkv, *(f"module.{name}.weight" for name in ("query", "key", "value"))),
+        "self_attention.linear_qkv.bias": (qkv, *(f"module.{name}.bias" for name in ("query", "key", "value"))),
+        "self_attention.linear_proj.weight": (COLUMNS, "module.output.weight"),
+        "self_attention.q_layernorm.weight": (WHOLE, "module.query_norm.weight"),
+        "self_attention.k_layernorm.weight": (WHOLE, "module.key_norm.weight"),
+    }
+
+
+@torch.no_grad()
+def import_weights(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Fill a `GPTModel`, wrapped or not, with the state of our decoder; each rank takes its part.
+
+    An optimizer that keeps copies of its own has to be told: `optimizer.reload_model_params()`.
+    """
+    (gpt,) = unwrap_model([model])
+    found, groups, given = spots(gpt), gpt.pg_collection, _one_by_one(state)
+    wanted = {name for spot in found.values() for rank in range(groups.ep.size()) for name in _names(spot, rank, gpt)}
+    if wanted != given.keys():
+        odd = sorted(wanted ^ given.keys())
+        where = "the weights given" if odd[0] in wanted else "the Megatron model"
+        raise ValueError(f"{odd[0]} is missing in {where}, with {len(odd) - 1} more: build both from the same configs")
+    size = len(given[VOCABULARY[0]])
+    if size != gpt.vocab_size:
+        raise ValueError(
+            f"vocab_size is {gpt.vocab_size} in the Megatron model and {size} in the weights given: if Megatron's is "
+            f"padded, import `with_vocabulary(state, {gpt.vocab_size})`"
+        )
+    for name, parameter in gpt.named_parameters():
+        spot = found[name]
+        over = groups.tp if spot.expert is None else groups.expt_tp
+        part = spot.form.cut([given[n] for n in _names(spot, groups.ep.rank(), gpt)], over.rank(), over.size())
+        if part.shape != parameter.shape:
+            shapes = f"{tuple(parameter.shape)} in the Megatron model and {tuple(part.shape)} in the weights given"
+            raise ValueError(f"{name} is {shapes}: build both from the same configs, and cut heads and widths evenly")
+        parameter.copy_(part)
+
+
+@torch.no_grad()
+def export_weights(model: nn.Module, of: Callable[[nn.Parameter], Tensor] = Tensor.detach) -> dict[str, Tensor]:
+    """The state of our decoder, whole and on the CPU of every rank; all ranks must call it.
+
+    `of` says what to take of a parameter, such as its gradient.
+    """
+    (gpt,) = unwrap_model([model])
+    found, groups, state = spots(gpt), gpt.pg_collection, {}
+    for name, parameter in gpt.named_parameters():
+        spot = found[name]
+        parts = _gathered(of(parameter), groups.tp if spot.expert is None else groups.expt_tp)
+        for position, whole in enumerate(spot.form.glue(parts)):
+            for rank, tensor in enumerate([whole] if spot.expert is None else _gathered(whole, groups.ep)):
+                state[_names(spot, rank, gpt)[position]] = tensor.to("cpu", copy=True).contiguous()
+    return _stacked(state)
+
+
+def with_vocabulary(state: Mapping[str, Tensor], vocab_size: int) -> dict[str, Tensor]:
+    """The state of our decoder with another number of tokens: those that are added have zeros, the last are dropped.
+
+    Megatron pads its vocabulary to a multiple of 128 times the ranks that share tensors. A token of zeros has the
+    logit 0, so it counts in Megatron's loss until training has made it improbable.
+    """
+    found = dict(state)
+    for name in VOCABULARY:
+        if name in found:
+            table = found[name][:vocab_size]
+            found[name] = torch.cat([table, table.new_zeros(vocab_size - len(table), table.shape[1])])
+    return found
+
+
+def spots(model: Any) -> dict[str, Spot]:
+    """What every parameter of a `GPTModel` holds."""
+    for name in ("pre_process", "post_process"):
+        if not getattr(model, name):
+            raise ValueError(f"{name}=False of the Megatron model leaves out what our decoder has: build it with True")
+    known = dict(OUTSIDE)
+    for number, layer in enumerate(model.decoder.layers):
+        known |= {f"decoder.layers.{number}.{theirs}": spot for theirs, spot in _of_layer(layer)}
+    names = [name for name, _ in model.named_parameters()]
+    foreign = [name for name in names if name not in known]
+    if foreign:
+        raise ValueError(f"{foreign[0]} of the Megatron model has no counterpart in our decoder: leave that part out")
+    return {name: known[name] for name in names}
+
+
+def _of_layer(layer: ResidualLayer) -> Iterator[tuple[str, Spot]]:
+    for step, table in zip(layer.steps, (attention(layer.config), FEEDFORWARD), strict=True):
+        branch = f"stack.blocks.{step.block}.branches.{step.branch}."
+        for theirs, (form, *ours) in table.items():
+            yield theirs, Spot(form, tuple(branch + name for name in ours))
+    for expert in range(getattr(layer.mlp, "num_local_experts", 0)):
+        for theirs, (form, *ours) in EXPERTS.items():
+            yield theirs.format(expert), Spot(form, tuple(branch + name for name in ours), expert)
+    for name, _ in layer.pathways.named_parameters():
+        block, _, inside = name.partition(".")
+        yield f"pathways.{name}", Spot(WHOLE, (f"stack.blocks.{block}.pathway.{inside}",))
+    for name, _ in layer.readout.named_parameters() if layer.readout is not None else ():
+        yield f"readout.{name}", Spot(WHOLE, (f"stack.readout.{name}",))
+
+
+def _names(spot: Spot, rank: int, model: Any) -> list[str]:
+    """Of our tensors; those of an expert end with its number in the network, which `rank` of the expert ranks has."""
+    if spot.expert is None:
+        return list(spot.ours)
+    number = rank * (model.config.num_moe_experts // model.pg_collection.ep.size()) + spot.expert
+    return [f"{name}.{number}" for name in spot.ours]
+
+
+def _one_by_one(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Our state with the tensors of every expert by itself."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        branch, _, last = name.rpartition(".")
+        if last == "gate_up":
+            for expert, (gate, up) in enumerate(tensor.unflatten(1, (2, -1))):
+                found |= {f"{branch}.gate.{expert}": gate, f"{branch}.up.{expert}": up}
+        elif last == "down" and tensor.dim() == 3:
+            found |= {f"{name}.{expert}": down for expert, down in enumerate(tensor)}
+        else:
+            found[name] = tensor
+    return found
+
+
+def _stacked(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The inverse."""
+    found = {name: tensor for name, tensor in state.items() if not name.rpartition(".")[2].isdigit()}
+    for branch in {name.rpartition(".down.")[0] for name in state if ".down." in name and name not in found}:
+        count = sum(name.startswith(f"{branch}.down.") for name in state)
+        experts = [[state[f"{branch}.{part}.{e}"] for part in ("gate", "up", "down")] for e in range(count)]
+        found[f"{branch}.gate_up"] = torch.stack([torch.cat([gate, up]) for gate, up, _ in experts])
+        found[f"{branch}.down"] = torch.stack([down for _, _, down in experts])
+    return found
+
+
+def _gathered(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    """Those of all ranks of a group."""
+    parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(group.size())]
+    dist.all_gather(parts, tensor.contiguous(), group=group)
+    return parts

@@ -1,0 +1,75 @@
+"""Model cards: what a saved model is, what it was trained on, what was measured, and how to load it."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import yaml
+
+from dualres.config.schema import ModelConfig, ResidualConfig
+from dualres.model.accounting import Parameters
+from dualres.util.version import VERSION
+
+
+def card(
+    title: str,
+    model: ModelConfig,
+    residual: ResidualConfig,
+    parameters: Parameters,
+    origin: Sequence[str],
+    measured: Mapping[str, Any],
+    folder: str,
+    form: str = "dualres",
+) -> str:
+    """Markdown with the front matter that the hub reads. `origin`: paragraphs on where the weights come from."""
+    front = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["dualres", residual.method]}
+    options = ", ".join(f"{name} {value}" for name, value in residual.options().items())
+    block = "" if residual.layers_per_block is None else f", {residual.layers_per_block:g} layers per block"
+    feedforward = (
+        f"feed-forward {model.ffn_width}"
+        if model.moe is None
+        else f"{model.moe.experts} experts of width {model.moe.expert_width}, {model.moe.active} active"
+    )
+    rows = {
+        "residual pathway": f"`{residual.method}`{block}" + (f"; {options}" if options else ""),
+        "decoder": f"{model.layers} layers, width {model.width}, heads {model.heads} / {model.kv_heads}, {feedforward}",
+        "vocabulary": f"{model.vocab_size:,}, {'tied' if model.tied_embeddings else 'untied'}",
+        "context": f"{model.context:,} tokens",
+        "parameters": f"{parameters.total:,}, {parameters.total - parameters.vocabulary:,} without vocabulary",
+    }
+    if model.moe is not None:
+        rows["active per token"] = f"{parameters.active:,}"
+    sections = [
+        f"---\n{yaml.safe_dump(front, sort_keys=False)}---\n\n# {title}",
+        "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())]),
+        *origin,
+    ]
+    if measured:
+        table = "\n".join(
+            ["| measured | |", "|---|---|", *(f"| {name} | {value} |" for name, value in measured.items())]
+        )
+        sections.append(f"## Measured\n\n{table}")
+    loading, remark = LOADING[form]
+    sections.append(HOW_TO_LOAD.format(folder=folder, loading=loading, remark=remark, version=VERSION))
+    return "\n\n".join(sections) + "\n"
+
+
+LOADING = {
+    "dualres": (
+        "import dualres  # makes transformers know the model; pip install 'dualres[hub]'\n",
+        "Without dualres installed, pass `trust_remote_code=True`: the `.py` files of this folder are the same code\n"
+        "without its fused operators. ",
+    ),
+    "llama": ("", ""),  # transformers has the code
+}
+HOW_TO_LOAD = """## Load it
+
+```python
+{loading}from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("{folder}")
+tokenizer = AutoTokenizer.from_pretrained("{folder}")
+prompt = tokenizer("Once upon a time", return_tensors="pt")
+print(tokenizer.decode(model.generate(**prompt, max_new_tokens=40)[0]))
+```
+
+{remark}Written by dualres {version}."""

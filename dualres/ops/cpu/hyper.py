@@ -1,0 +1,261 @@
+"""The read of mHC on a CPU: streams, gates, Sinkhorn, branch input and norm of a token while its rows are cached."""
+# N tokens  D width  J streams  K updates  G gate values
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from numba import njit
+from torch import Tensor
+
+from dualres.ops.cpu.read import ABSENT, live_streams, norm_backward, sigmoid
+from dualres.ops.cpu.rows import (
+    add,
+    add_rows,
+    add_to_two,
+    dot,
+    inverse_norm,
+    normalise,
+    normalise_backward,
+    scaled,
+    two_dots,
+)
+from dualres.ops.cpu.streams import LIKE, OPTIONS, array, begins, load, row_of, store, tokenwise
+from dualres.ops.cpu.threads import parts, share
+from dualres.ops.inputs import HyperInputs
+
+
+def hyper_read(given: HyperInputs) -> tuple[Tensor, Tensor]:
+    """See `dualres.ops.autograd.hyper_read`."""
+    updates, coefficients = given.updates, given.coefficients
+    h, left = torch.empty_like(updates[0]), coefficients.new_empty(len(updates) + 1, *coefficients.shape[1:])
+    inputs, after = _arrays(given), tokenwise(left)
+    share(lambda part, first, last: _forward(first, last, inputs, h.data_ptr(), after), coefficients[0, 0].numel())
+    return h, left
+
+
+def _arrays(given: HyperInputs) -> tuple[Any, ...]:
+    """The inputs as compiled code takes them; the weights of a gate value are one row over all streams."""
+    return (
+        begins(given.updates),
+        tokenwise(given.coefficients),
+        tuple(array(gate.flatten(1)) if gate.ndim == 3 else array(gate) for gate in given.gates),
+        ABSENT[1] if given.norm is None else array(given.norm),
+        given.updates[0].shape[-1],
+        given.steps,
+        given.eps,
+        given.norm_eps,
+        LIKE[given.updates[0].dtype],
+    )
+
+
+@njit(**OPTIONS)
+def _project(projected: Any, weight: Any, streams: Any) -> None:
+    """e_g = Σ_j x^j · W_g^j. (G,), (G,J·D), (J·D,)"""
+    for g in range(0, len(weight), 2):
+        other = min(g + 1, len(weight) - 1)
+        projected[g], projected[other] = two_dots(weight[g], weight[other], streams)
+
+
+@njit(**OPTIONS)
+def _sinkhorn(logits: Any, steps: int, trace: Any) -> None:
+    """The matrix after every half-step: columns, rows, columns, … (J,J), (2·steps,J,J) float64
+
+    In plain numbers, which is fast; in logarithms where a row of plain numbers would vanish.
+    """
+    size = len(logits)
+    matrix = np.empty((size, size), np.float64)
+    for j in range(size):
+        highest = logits[0, j]
+        for i in range(size):
+            highest = max(highest, logits[i, j])
+        for i in range(size):
+            matrix[i, j] = math.exp(np.float64(logits[i, j]) - highest)
+    for step in range(2 * steps):
+        for a in range(size):
+            total = 0.0
+            for b in range(size):
+                total += matrix[b, a] if step % 2 == 0 else matrix[a, b]
+            if total < 1e-200:
+                _sinkhorn_in_logarithms(logits, steps, trace)
+                return
+            for b in range(size):
+                if step % 2 == 0:
+                    matrix[b, a] /= total
+                else:
+                    matrix[a, b] /= total
+        trace[step] = matrix
+
+
+@njit(**OPTIONS)
+def _sinkhorn_in_logarithms(logits: Any, steps: int, trace: Any) -> None:
+    size = len(logits)
+    work = logits.astype(np.float64)
+    for step in range(2 * steps):
+        for a in range(size):
+            line = work[:, a] if step % 2 == 0 else work[a]
+            highest = line.max()
+            total = 0.0
+            for b in range(size):
+                total += math.exp(line[b] - highest)
+            for b in range(size):
+                line[b] -= highest + math.log(total)
+        trace[step] = np.exp(work)
+
+
+@njit(**OPTIONS)
+def _gates(streams: Any, scale: Any, gates: Any, projected: Any, opened: Any, written: Any, logits: Any) -> None:
+    """H_pre, H_post and the logits of H_res from the streams (J·D,) of a token; keeps the projections (G,)."""
+    pre, pre_scale, pre_bias, post, post_scale, post_bias, mixing, mixing_scale, mixing_bias = gates
+    size = len(opened)
+    _project(projected[:size], pre, streams)
+    _project(projected[size : 2 * size], post, streams)
+    _project(projected[2 * size :], mixing, streams)
+    for j in range(size):
+        opened[j] = sigmoid(pre_scale[0] * scale * projected[j] + pre_bias[j])
+        written[j] = 2 * sigmoid(post_scale[0] * scale * projected[size + j] + post_bias[j])
+        for i in range(size):
+            g = i * size + j
+            logits[i, j] = mixing_scale[0] * scale * projected[2 * size + g] + mixing_bias[g]
+
+
+@njit(**OPTIONS)
+def _forward(first: int, last: int, inputs: Any, output: int, left: Any) -> None:
+    updates, coefficients, gates, norm, width, steps, eps, norm_eps, like = inputs
+    size, count = len(gates[0]), len(updates)
+    live, row = np.empty((size, width), np.float32), np.empty(width, np.float32)
+    streams = live.reshape(size * width)
+    projected, logits = np.empty(size * (size + 2), np.float32), np.empty((size, size), np.float32)
+    opened, written = np.empty((2, size), np.float32)
+    trace = np.empty((2 * steps, size, size), np.float64)
+    for t in range(first, last):
+        live_streams(live, updates, coefficients, t, like)
+        scale = inverse_norm(dot(streams, streams), len(streams), eps)
+        _gates(streams, scale, gates, projected, opened, written, logits)
+        _sinkhorn(logits, steps, trace)
+        for i in range(size):
+            for k in range(count):
+                total = 0.0
+                for j in range(size):
+                    total += trace[-1, i, j] * coefficients[k, j, t]
+                left[k, i, t] = total
+            left[count, i, t] = written[i]
+        row[:] = 0
+        add_rows(row, opened, live)
+        if len(norm) > 0:
+            normalise(row, norm, dot(row, row), norm_eps)
+        store(row_of(output, t, width, like), row)
+
+
+def hyper_read_backward(d_h: Tensor, d_left: Tensor, given: HyperInputs) -> list[Tensor]:
+    """See `dualres.ops.autograd.hyper_read_backward`."""
+    tokens, inputs = given.coefficients[0, 0].numel(), _arrays(given)
+    d_updates = [torch.empty_like(update) for update in given.updates]
+    d_coefficients = torch.empty_like(given.coefficients)
+    parameters = [*given.gates, *([] if given.norm is None else [given.norm])]
+    partial = [parameter.new_zeros(parts(tokens), *parameter.shape) for parameter in parameters]
+    rows = d_h.data_ptr(), tokenwise(d_left), begins(d_updates), tokenwise(d_coefficients)
+
+    def work(part: int, first: int, last: int) -> None:
+        own = [array(d[part].flatten(1)) if d.ndim == 4 else array(d[part]) for d in partial]
+        _backward(first, last, inputs, rows, tuple(own[:9]), ABSENT[1] if given.norm is None else own[9])
+
+    share(work, tokens)
+    return [*d_updates, d_coefficients, *(d_parameter.sum(0) for d_parameter in partial)]
+
+
+@njit(**OPTIONS)
+def _sinkhorn_backward(trace: Any, d_matrix: Any) -> None:
+    """Turns the gradient (J,J) of the last matrix into that of the logits: a half-step L' = L − lse(L) has
+    dL = dL' − exp(L') Σ dL', summed over what it normalised."""
+    size = len(d_matrix)
+    for i in range(size):
+        for j in range(size):
+            d_matrix[i, j] *= trace[-1, i, j]
+    for step in range(len(trace) - 1, -1, -1):
+        for a in range(size):
+            total = 0.0
+            for b in range(size):
+                total += d_matrix[b, a] if step % 2 == 0 else d_matrix[a, b]
+            for b in range(size):
+                if step % 2 == 0:
+                    d_matrix[b, a] -= trace[step, b, a] * total
+                else:
+                    d_matrix[a, b] -= trace[step, a, b] * total
+
+
+@njit(**OPTIONS)
+def _backward(first: int, last: int, inputs: Any, rows: Any, d_gates: Any, d_norm: Any) -> None:
+    updates, coefficients, gates, norm, width, steps, eps, norm_eps, like = inputs
+    pre, pre_scale, _, post, post_scale, _, mixing, mixing_scale, _ = gates
+    d_output, d_left, d_updates, d_coefficients = rows
+    d_pre, d_pre_scale, d_pre_bias, d_post, d_post_scale, d_post_bias, d_mixing, d_mixing_scale, d_mixing_bias = d_gates
+    size, count = len(pre), len(updates)
+    live, d_live = np.empty((size, width), np.float32), np.empty((size, width), np.float32)
+    streams, d_streams = live.reshape(size * width), d_live.reshape(size * width)
+    row, given = np.empty(width, np.float32), np.empty(width, np.float32)
+    projected, de = np.empty((2, size * (size + 2)), np.float32)
+    logits = np.empty((size, size), np.float32)
+    opened, written = np.empty((2, size), np.float32)
+    trace, d_matrix = np.empty((2 * steps, size, size), np.float64), np.empty((size, size), np.float64)
+    for t in range(first, last):
+        live_streams(live, updates, coefficients, t, like)
+        scale = inverse_norm(dot(streams, streams), len(streams), eps)
+        _gates(streams, scale, gates, projected, opened, written, logits)
+        _sinkhorn(logits, steps, trace)
+        load(given, row_of(d_output, t, width, like))
+        if len(norm) > 0:
+            row[:] = 0
+            add_rows(row, opened, live)
+            normalise_backward(given, row, norm, dot(row, row), norm_eps, d_norm)
+        for i in range(size):
+            for j in range(size):
+                d_matrix[i, j] = 0
+                for k in range(count):
+                    d_matrix[i, j] += d_left[k, i, t] * coefficients[k, j, t]
+        for k in range(count):
+            for j in range(size):
+                carried = 0.0
+                for i in range(size):
+                    carried += trace[-1, i, j] * d_left[k, i, t]
+                d_coefficients[k, j, t] = carried
+        _sinkhorn_backward(trace, d_matrix)
+        d_scale = np.float32(0)
+        for j in range(size):
+            dz = dot(given, live[j]) * opened[j] * (1 - opened[j])
+            d_pre_bias[j] += dz
+            d_pre_scale[0] += dz * scale * projected[j]
+            de[j] = dz * pre_scale[0] * scale
+            d_scale += dz * pre_scale[0] * projected[j]
+            dz = d_left[count, j, t] * written[j] * (1 - written[j] / 2)
+            d_post_bias[j] += dz
+            d_post_scale[0] += dz * scale * projected[size + j]
+            de[size + j] = dz * post_scale[0] * scale
+            d_scale += dz * post_scale[0] * projected[size + j]
+        for g in range(size * size):
+            dz = np.float32(d_matrix[g // size, g % size])
+            d_mixing_bias[g] += dz
+            d_mixing_scale[0] += dz * scale * projected[2 * size + g]
+            de[2 * size + g] = dz * mixing_scale[0] * scale
+            d_scale += dz * mixing_scale[0] * projected[2 * size + g]
+        scaled(d_streams, norm_backward(d_scale, scale, len(streams)), streams)
+        add_rows(d_streams, de[:size], pre)
+        add_rows(d_streams, de[size : 2 * size], post)
+        add_rows(d_streams, de[2 * size :], mixing)
+        for j in range(size):
+            add(d_live[j], opened[j], given)
+            add_to_two(d_pre[j], d_post[j], de[j], de[size + j], streams)
+        d_mixed = de[2 * size :]
+        for g in range(0, size * size - 1, 2):
+            add_to_two(d_mixing[g], d_mixing[g + 1], d_mixed[g], d_mixed[g + 1], streams)
+        if size % 2 == 1:
+            add(d_mixing[size * size - 1], d_mixed[size * size - 1], streams)
+        for k in range(count):
+            load(row, row_of(updates[k], t, width, like))
+            for j in range(size):
+                d_coefficients[k, j, t] += dot(row, d_live[j])
+            row[:] = 0
+            for j in range(size):
+                add(row, coefficients[k, j, t], d_live[j])
+            store(row_of(d_updates[k], t, width, like), row)

@@ -1,0 +1,330 @@
+"""Phase 2 on a CPU: live streams, merge, gates, branch input and norm of a token while its rows are in the cache."""
+# N tokens  D width  J stored streams  O output streams  K updates
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from numba import njit
+from torch import Tensor
+
+from dualres.ops.cpu.rows import (
+    add,
+    add_to_four,
+    add_to_two,
+    blend,
+    blend_with_dots,
+    inverse_norm,
+    normalise,
+    normalise_backward,
+    scaled,
+    sum_of_six,
+    two_dots,
+)
+from dualres.ops.cpu.streams import LIKE, OPTIONS, array, begins, finish, load, row_of, streams_of, target, tokenwise
+from dualres.ops.cpu.threads import parts, share
+from dualres.ops.inputs import ReadInputs
+
+ABSENT = {size: np.empty((0,) * size, np.float32) for size in (1, 2, 3)}
+
+
+def read(given: ReadInputs) -> tuple[Tensor, Tensor]:
+    """See `dualres.ops.autograd.read`."""
+    partition = given.partition
+    h = torch.empty_like(given.retrieved[0])
+    left = partition.new_empty(len(given.updates) + 1, *partition.shape) if given.gates else partition.new_empty(0)
+    inputs, after = _arrays(given), tokenwise(left) if given.gates else ABSENT[3]
+    share(lambda part, first, last: _forward(first, last, inputs, h.data_ptr(), after), partition[0].numel())
+    return h, left
+
+
+def _arrays(given: ReadInputs) -> tuple[Any, ...]:
+    """The inputs as compiled code takes them; what is absent is an array of no elements."""
+    return (
+        streams_of([given.retrieved])[0],
+        tokenwise(given.partition),
+        begins(given.updates),
+        ABSENT[3] if given.coefficients is None else tokenwise(given.coefficients),
+        ABSENT[2] if given.queries is None else array(given.queries),
+        np.array(given.key),
+        np.array(given.value),
+        _three([array(gate) for gate in given.gates]),
+        ABSENT[1] if given.norm is None else array(given.norm),
+        given.retrieved.shape[-1],
+        given.eps,
+        given.norm_eps,
+        LIKE[given.retrieved.dtype],
+    )
+
+
+def _three(gates: list[Any]) -> tuple[Any, ...]:
+    """Weight, scale and bias of three gates, of which some may be absent."""
+    return (*gates, *[ABSENT[size] for size in (3, 1, 1)] * (3 - len(gates) // 3))
+
+
+@njit(**OPTIONS)
+def live_streams(live: Any, updates: Any, coefficients: Any, t: int, like: Any) -> None:
+    """P^j = Σ_k C_k^j u_k of token t. (J,D), (K,), (K,J,N)"""
+    streams, width = live.shape
+    live[:] = 0
+    for k in range(len(updates)):
+        row = row_of(updates[k], t, width, like)
+        for j in range(0, streams - 1, 2):
+            add_to_two(live[j], live[j + 1], coefficients[k, j, t], coefficients[k, j + 1, t], row)
+        if streams % 2 == 1:
+            add(live[streams - 1], coefficients[k, streams - 1, t], row)
+
+
+@njit(**OPTIONS)
+def sigmoid(x: Any) -> Any:
+    """1 / (1 + e^−x)"""
+    return np.float32(1 / (1 + math.exp(-x)))
+
+
+@njit(**OPTIONS)
+def _weigh(
+    t: int,
+    partition: Any,
+    live: Any,
+    queries: Any,
+    key: Any,
+    eps: float,
+    scores: Any,
+    norms: Any,
+    masses: Any,
+    rests: Any,
+) -> None:
+    """λ and 1 − λ of each output; keeps what they were made of: q·Norm(P) and the inverse norm."""
+    masses[:] = 1
+    rests[:] = 0
+    for o in range(len(queries)):
+        scored = live[key[o]]
+        square, product = two_dots(scored, queries[o], scored)
+        norms[o] = inverse_norm(square, len(scored), eps)
+        scores[o] = product * norms[o]
+        masses[o] = sigmoid(partition[o, t] - scores[o])
+        rests[o] = sigmoid(scores[o] - partition[o, t])
+
+
+@njit(**OPTIONS)
+def _merge_and_gate(
+    t: int,
+    retrieved: Any,
+    live: Any,
+    value: Any,
+    masses: Any,
+    rests: Any,
+    gates: Any,
+    eps: float,
+    like: Any,
+    h: Any,
+    projected: Any,
+    opened: Any,
+    written: Any,
+) -> Any:
+    """h^o = λ h̃^o + (1 − λ) P^value, then α and β of them; keeps their projections Σ_o h^o·W^o.
+
+    (2,D), (4,), (2,), (2,) -> the inverse norm of [h⁰; h¹]
+    """
+    alpha, alpha_scale, alpha_bias, beta, beta_scale, beta_bias, _, _, _ = gates
+    total = np.float32(0)
+    projected[:] = 0
+    for o in range(2):
+        row, four = row_of(retrieved[o], t, h.shape[1], like), (alpha[0, o], alpha[1, o], beta[0, o], beta[1, o])
+        square, a, b, c, e = blend_with_dots(h[o], masses[o], row, rests[o], live[value[o]], four)
+        total += square
+        projected[0] += a
+        projected[1] += b
+        projected[2] += c
+        projected[3] += e
+    scale = inverse_norm(total, h.size, eps)
+    for o in range(2):
+        opened[o] = sigmoid(alpha_scale[0] * scale * projected[o] + alpha_bias[o])
+        written[o] = 2 * sigmoid(beta_scale[0] * scale * projected[2 + o] + beta_bias[o])
+    return scale
+
+
+@njit(**OPTIONS)
+def _project(streams: Any, weight: Any) -> Any:
+    """Σ_j x^j·x^j and Σ_j x^j·W^j. (J,D), (J,D) -> 2 numbers"""
+    total, projected = np.float32(0), np.float32(0)
+    for j in range(len(streams)):
+        square, product = two_dots(streams[j], weight[j], streams[j])
+        total += square
+        projected += product
+    return total, projected
+
+
+@njit(**OPTIONS)
+def _forward(first: int, last: int, inputs: Any, output: int, left: Any) -> None:
+    retrieved, partition, updates, coefficients, queries, key, value, gates, norm, width, eps, norm_eps, like = inputs
+    _, _, _, _, _, _, rho, rho_scale, rho_bias = gates
+    outputs, streams, count = len(retrieved), coefficients.shape[1], len(updates)
+    live = np.zeros((streams if count > 0 else 2, width), np.float32)  # nothing written: zeros, with λ = 1
+    h, mixed = np.empty((outputs, width), np.float32), np.empty(width, np.float32)
+    scores, norms, masses, rests = np.empty((4, outputs), np.float32)
+    projected, opened = np.empty(4, np.float32), np.empty(2, np.float32)
+    for t in range(first, last):
+        row = row_of(output, t, width, like)
+        result = target(row, mixed)
+        if count > 0:
+            live_streams(live, updates, coefficients, t, like)
+        _weigh(t, partition, live, queries, key, eps, scores, norms, masses, rests)
+        if len(gates[0]) > 0:
+            _merge_and_gate(
+                t, retrieved, live, value, masses, rests, gates, eps, like, h, projected, opened, left[count, :, t]
+            )
+            square = blend(result, opened[0], h[0], opened[1], h[1])
+        else:
+            found = row_of(retrieved[0], t, width, like)
+            square = blend(result, masses[0], found, rests[0], live[value[0]])
+        if len(rho) > 0:
+            whole, product = _project(live, rho[0])
+            keep = sigmoid(rho_scale[0] * inverse_norm(whole, live.size, eps) * product + rho_bias[0])
+            for k in range(count):
+                for j in range(2):
+                    left[k, j, t] = keep * coefficients[k, j, t] + (1 - keep) * coefficients[k, 1 - j, t]
+        if len(norm) > 0:
+            normalise(result, norm, square, norm_eps)
+        finish(row, result)
+
+
+def read_backward(d_h: Tensor, d_left: Tensor, given: ReadInputs) -> list[Tensor]:
+    """See `dualres.ops.autograd.read_backward`."""
+    tokens, inputs = given.partition[0].numel(), _arrays(given)
+    d_retrieved, d_updates = torch.empty_like(given.retrieved), [torch.empty_like(update) for update in given.updates]
+    d_partition = torch.empty_like(given.partition)
+    learned = given.coefficients if given.gates else None
+    d_coefficients = None if learned is None else torch.empty_like(learned)
+    present = [parameter for parameter in (given.queries, *given.gates, given.norm) if parameter is not None]
+    partial = [parameter.new_zeros(parts(tokens), *parameter.shape) for parameter in present]
+    rows = (
+        d_h.data_ptr(),
+        tokenwise(d_left) if given.gates else ABSENT[3],
+        streams_of([d_retrieved])[0],
+        tokenwise(d_partition),
+        begins(d_updates),
+        ABSENT[3] if d_coefficients is None else tokenwise(d_coefficients),
+    )
+
+    def work(part: int, first: int, last: int) -> None:
+        own = iter([array(d_parameter[part]) for d_parameter in partial])
+        d_queries = ABSENT[2] if given.queries is None else next(own)
+        d_gates = _three([next(own) for _ in given.gates])
+        _backward(first, last, inputs, rows, d_queries, d_gates, ABSENT[1] if given.norm is None else next(own))
+
+    share(work, tokens)
+    live = [d_partition, *d_updates] if given.updates else []
+    if d_coefficients is not None:
+        live.append(d_coefficients)
+    return [d_retrieved, *live, *(d_parameter.sum(0) for d_parameter in partial)]
+
+
+@njit(**OPTIONS)
+def gate_backward(dz: Any, scale: Any, norm: Any, projected: Any) -> Any:
+    """Of z = scale · norm · e + bias with e = Σ_j x^j·W^j: the gradients of e, of the scale and of the norm."""
+    return np.float32(dz * scale * norm), dz * norm * projected, dz * scale * projected
+
+
+@njit(**OPTIONS)
+def norm_backward(d_norm: Any, norm: Any, size: int) -> Any:
+    """Of norm = 1 / √(mean x² + eps) over `size` numbers: what, times x, is the gradient of x."""
+    return np.float32(-d_norm * norm * norm * norm / size)
+
+
+@njit(**OPTIONS)
+def _backward(first: int, last: int, inputs: Any, rows: Any, d_queries: Any, d_gates: Any, d_norm: Any) -> None:
+    retrieved, partition, updates, coefficients, queries, key, value, gates, norm, width, eps, norm_eps, like = inputs
+    alpha, alpha_scale, _, beta, beta_scale, _, rho, rho_scale, rho_bias = gates
+    d_output, d_left, d_retrieved, d_partition, d_updates, d_coefficients = rows
+    d_alpha, d_alpha_scale, d_alpha_bias, d_beta, d_beta_scale, d_beta_bias, d_rho, d_rho_scale, d_rho_bias = d_gates
+    outputs, streams, count = len(retrieved), coefficients.shape[1], len(updates)
+    live = np.zeros((streams if count > 0 else 2, width), np.float32)
+    d_live = np.empty((streams, width), np.float32)
+    h, d_h = np.empty((outputs, width), np.float32), np.empty((outputs, width), np.float32)
+    given, mixed = np.empty(width, np.float32), np.empty(width, np.float32)
+    scores, norms, masses, rests = np.empty((4, outputs), np.float32)
+    projected, opened, written = np.empty(4, np.float32), np.empty(2, np.float32), np.empty(2, np.float32)
+    slopes = np.empty(outputs, np.float32)  # gradients of q·P
+    valued, keyed = np.zeros((2, 2), np.float32)  # what a live stream takes of d_h, and of the queries
+    for t in range(first, last):
+        load(given, row_of(d_output, t, width, like))
+        if count > 0:
+            live_streams(live, updates, coefficients, t, like)
+        _weigh(t, partition, live, queries, key, eps, scores, norms, masses, rests)
+        if len(alpha) > 0:
+            scale = _merge_and_gate(
+                t, retrieved, live, value, masses, rests, gates, eps, like, h, projected, opened, written
+            )
+            square = blend(mixed, opened[0], h[0], opened[1], h[1])
+            if len(norm) > 0:
+                normalise_backward(given, mixed, norm, square, norm_eps, d_norm)
+            d_opened, d_scale = two_dots(h[0], h[1], given), np.float32(0)
+            for o in range(2):
+                dz = d_opened[o] * opened[o] * (1 - opened[o])
+                d_alpha_bias[o] += dz
+                projected[o], ds, dm = gate_backward(dz, alpha_scale[0], scale, projected[o])
+                d_alpha_scale[0] += ds
+                d_scale += dm
+                dz = d_left[count, o, t] * written[o] * (1 - written[o] / 2)
+                d_beta_bias[o] += dz
+                projected[2 + o], ds, dm = gate_backward(dz, beta_scale[0], scale, projected[2 + o])
+                d_beta_scale[0] += ds
+                d_scale += dm
+            shrink = norm_backward(d_scale, scale, h.size)
+            a, b, c, e = projected  # by now the gradients of the projections
+            for o in range(2):
+                add_to_four((d_alpha[0, o], d_alpha[1, o], d_beta[0, o], d_beta[1, o]), (a, b, c, e), h[o])
+                factors, four = (opened[o], shrink, a, b, c, e), (alpha[0, o], alpha[1, o], beta[0, o], beta[1, o])
+                sum_of_six(d_h[o], factors, (given, h[o], *four))
+        else:
+            found = row_of(retrieved[0], t, width, like)
+            square = blend(h[0], masses[0], found, rests[0], live[value[0]])
+            if len(norm) > 0:
+                normalise_backward(given, h[0], norm, square, norm_eps, d_norm)
+            d_h[0] = given
+        for o in range(outputs):
+            scaled(row_of(d_retrieved[o], t, width, like), masses[o], d_h[o])
+            if count > 0:
+                by_live, by_found = two_dots(live[value[o]], row_of(retrieved[o], t, width, like), d_h[o])
+                d_score = (by_live - by_found) * masses[o] * rests[o]
+                d_partition[o, t] = -d_score
+                slopes[o] = d_score * norms[o]
+                add(d_queries[o], slopes[o], live[key[o]])
+        keep, taken, kept = np.float32(1), np.float32(0), np.float32(0)
+        if len(rho) > 0:
+            square, product = _project(live, rho[0])
+            whole = inverse_norm(square, live.size, eps)
+            keep = sigmoid(rho_scale[0] * whole * product + rho_bias[0])
+            d_keep = np.float32(0)
+            for k in range(count):
+                d_keep += (d_left[k, 0, t] - d_left[k, 1, t]) * (coefficients[k, 0, t] - coefficients[k, 1, t])
+            dz = d_keep * keep * (1 - keep)
+            d_rho_bias[0] += dz
+            taken, ds, dm = gate_backward(dz, rho_scale[0], whole, product)
+            d_rho_scale[0] += ds
+            kept = norm_backward(dm, whole, live.size)
+            for j in range(2):
+                add(d_rho[0, j], taken, live[j])
+        if count > 0:
+            for j in range(streams):
+                itself = kept
+                for o in range(outputs):
+                    valued[o] = rests[o] if value[o] == j else 0
+                    keyed[o] = slopes[o] if key[o] == j else 0
+                    itself -= np.float32(keyed[o] * scores[o] * norms[o] / width)
+                gate = rho[0, j] if len(rho) > 0 else live[j]
+                sum_of_six(
+                    d_live[j],
+                    (valued[0], valued[1], keyed[0], keyed[1], itself, taken),
+                    (d_h[0], d_h[outputs - 1], queries[0], queries[outputs - 1], live[j], gate),
+                )
+        for k in range(count):
+            other = coefficients[k, streams - 1, t] if streams > 1 else np.float32(0)
+            blend(row_of(d_updates[k], t, width, like), coefficients[k, 0, t], d_live[0], other, d_live[streams - 1])
+            if len(d_coefficients) > 0:
+                products = two_dots(d_live[0], d_live[1], row_of(updates[k], t, width, like))
+                for j in range(2):
+                    carried = keep * d_left[k, j, t] + (1 - keep) * d_left[k, 1 - j, t]
+                    d_coefficients[k, j, t] = carried + products[j]

@@ -1,0 +1,112 @@
+"""Which kernels run on which device: the one place that decides.
+
+DUALRES_OPS=reference, cpu or triton forces one kind everywhere (triton on a CPU needs TRITON_INTERPRET=1).
+"""
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+import os
+import warnings
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+Kind = Literal["reference", "cpu", "triton"]
+KINDS = ("reference", "cpu", "triton")
+BY_DEVICE: dict[str, Kind] = {"cpu": "cpu", "cuda": "triton"}  # ROCm calls its devices cuda, too
+FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+PACKAGES: dict[Kind, str] = {"cpu": "numba", "triton": "triton"}
+INTERPRETED = ("1", "true", "on")  # values of TRITON_INTERPRET that Triton takes for a yes
+
+
+def _installed(kind: Kind) -> bool:
+    """Whether the kernels and what compiles them are here; code that came with a model has no kernels."""
+    return all(importlib.util.find_spec(name) is not None for name in (f"{__package__}.{kind}", PACKAGES[kind]))
+
+
+INSTALLED = {kind: _installed(kind) for kind in PACKAGES}
+
+
+def forced() -> Kind | None:
+    """What DUALRES_OPS asks for, if anything."""
+    asked = os.environ.get("DUALRES_OPS") or None
+    if asked is not None and asked not in KINDS:
+        raise ValueError(f"DUALRES_OPS={asked!r} is unknown: use one of {', '.join(KINDS)}, or leave it unset")
+    return asked  # type: ignore[return-value]
+
+
+FORCED = forced()
+
+
+def kind(tensor: Tensor) -> Kind:
+    """The operators that `tensor` takes: kernels for its device, or the equations where there are none for it."""
+    if tensor.dtype not in FUSED_DTYPES or tensor.device.type == "meta" or transformed():
+        return "reference"  # float64, shapes without numbers, derivatives that no kernel has
+    found = FORCED or BY_DEVICE.get(tensor.device.type, "reference")
+    if found == "triton" and tensor.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") not in INTERPRETED:
+        raise RuntimeError(
+            "DUALRES_OPS=triton on a CPU needs Triton's interpreter, which is slow and for tests: "
+            "set TRITON_INTERPRET=1, too, or leave DUALRES_OPS unset"
+        )
+    if found == "cpu" and tensor.device.type != "cpu":
+        raise RuntimeError(
+            f"DUALRES_OPS=cpu is for CPUs, and the tensors are on {tensor.device}: leave DUALRES_OPS unset"
+        )
+    if found == "reference" or INSTALLED[found]:
+        return found
+    if not torch.compiler.is_compiling():
+        note(found)
+    return "reference"
+
+
+def transformed() -> bool:
+    """Inside `torch.func` (vmap, jvp, …) or forward-mode differentiation, which kernels with a backward do not know."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+
+
+def kernels(tensor: Tensor) -> Any:
+    """The module of kernels for the device of `tensor`; not called where `kind` says "reference"."""
+    return module(FORCED or BY_DEVICE[tensor.device.type])
+
+
+@contextlib.contextmanager
+def for_shapes() -> Iterator[None]:
+    """Fused operators on any device, whether or not what compiles them is installed: enough to trace shapes."""
+    global FORCED
+    before, installed = FORCED, INSTALLED["cpu"]
+    FORCED, INSTALLED["cpu"] = "cpu", True
+    try:
+        yield
+    finally:
+        FORCED, INSTALLED["cpu"] = before, installed
+
+
+@functools.cache
+def module(kind: Kind) -> Any:
+    """`dualres.ops.cpu` or `dualres.ops.triton`."""
+    try:
+        return importlib.import_module(f"{__package__}.{kind}")
+    except ImportError as error:
+        raise ImportError(
+            f"{PACKAGES[kind]} is installed and cannot be used ({error}): install a version that can, "
+            "or set DUALRES_OPS=reference for plain PyTorch"
+        ) from error
+
+
+@functools.cache
+def note(kind: Kind) -> None:
+    """Say once that the kernels, or the package that compiles them, are missing."""
+    kernels_are_here = importlib.util.find_spec(f"{__package__}.{kind}") is not None
+    missing = PACKAGES[kind] if kernels_are_here else "dualres"
+    warnings.warn(
+        f"{missing} is not installed, so residual pathways run as plain PyTorch, slower and with more memory: "
+        f"pip install {missing}",
+        stacklevel=2,
+    )

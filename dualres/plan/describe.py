@@ -1,0 +1,132 @@
+"""One model on one page: how it is cut into blocks, and what it costs in parameters, flops and residual state."""
+
+from typing import Any
+
+from dualres.config.schema import Config
+from dualres.model.accounting import Traffic, flops_per_token, parameters, residual_traffic, state_bytes_per_token
+from dualres.model.decoder import build_decoder
+from dualres.residual import registry
+from dualres.util.tables import table
+
+BFLOAT16 = 2  # bytes
+H800_BANDWIDTH = 3.35e12  # bytes per second, by its data sheet
+
+
+def describe(config: Config) -> dict[str, Any]:
+    """Everything that `dualres describe` shows, as plain data."""
+    decoder = build_decoder(config.model, config.residual, device="meta")
+    places = registry.places(2 * config.model.layers, config.residual)
+    options = registry.resolve(config.residual)
+    blocks = []
+    first = 0
+    for b, (place, block) in enumerate(zip(places, decoder.stack, strict=True), start=1):
+        last = first + place.branches
+        blocks.append(
+            {
+                "block": b,
+                "branches": [first + 1, last],
+                "sees": [0, b - 1] if block.pathway.keeps_history else [b - 1, b - 1],
+                "sets": len(set(place.sets)) if "sets" in options else 0,
+                "parameters": sum(p.numel() for p in block.pathway.parameters()),
+            }
+        )
+        first = last
+    count, flops, state = parameters(decoder), flops_per_token(decoder), state_bytes_per_token(decoder)
+    return {
+        "model": vars(config.model) | {"moe": vars(config.model.moe) if config.model.moe else None},
+        "residual": {
+            "method": config.residual.method,
+            "streams": decoder.stack.streams,
+            "branches_per_block": places[0].branches,
+            **options,
+        },
+        "blocks": blocks,
+        "readout": {
+            "sees": [0 if block.pathway.keeps_history else len(places), len(places)],
+            "parameters": sum(p.numel() for p in decoder.stack.readout.parameters()),
+        },
+        "parameters": {**count._asdict(), "excluding_vocabulary": count.total - count.vocabulary},
+        "flops_per_token": {**flops._asdict(), "forward": flops.total, "training": 3 * flops.total},
+        "residual_state_bytes_per_token": {**state._asdict(), "dtype": "bfloat16"},
+        "residual_traffic": _traffic(config, residual_traffic(decoder)),
+    }
+
+
+def _traffic(config: Config, moved: Traffic) -> dict[str, float]:
+    """What the fused operators move of the streams, and how long an H800 needs for that at least."""
+    unit = 2 * config.model.layers * config.model.width
+    return {
+        "forward_d_per_branch": moved.forward / unit,
+        "backward_d_per_branch": moved.backward / unit,
+        "forward_bytes_per_token": BFLOAT16 * moved.forward,
+        "backward_bytes_per_token": BFLOAT16 * moved.backward,
+        "h800_microseconds_per_token": 1e6 * BFLOAT16 * sum(moved) / H800_BANDWIDTH,
+    }
+
+
+def as_text(described: dict[str, Any], title: str) -> str:
+    """The page for a terminal."""
+    model, residual, moe = described["model"], described["residual"], described["model"]["moe"]
+    options = ", ".join(f"{k} {v}" for k, v in residual.items() if k not in ("method", "streams", "branches_per_block"))
+    feedforward = (
+        f"{moe['experts']} experts of width {moe['expert_width']}, {moe['active']} active"
+        if moe
+        else f"feed-forward width {model['ffn_width']}"
+    )
+    lines = [
+        title,
+        f"  decoder    {model['layers']} layers, width {model['width']}, heads {model['heads']} / {model['kv_heads']}, "
+        f"{feedforward}, vocabulary {model['vocab_size']:,} {'tied' if model['tied_embeddings'] else 'untied'}",
+        f"  residual   {residual['method']}: {_number(residual['streams'], 'stream', 'streams')}, "
+        f"{_number(residual['branches_per_block'], 'branch', 'branches')} per block{'; ' if options else ''}{options}",
+        "",
+    ]
+    rows = [
+        [
+            block["block"],
+            "{}–{}".format(*block["branches"]),
+            _states(*block["sees"]),
+            block["sets"] or "",
+            block["parameters"],
+        ]
+        for block in described["blocks"]
+    ]
+    readout = described["readout"]
+    rows.append(["readout", "", _states(*readout["sees"]), "", readout["parameters"]])
+    lines += [table(["block", "branches", "sees", "sets", "residual parameters"], rows), ""]
+
+    count, flops = described["parameters"], described["flops_per_token"]
+    state, traffic = described["residual_state_bytes_per_token"], described["residual_traffic"]
+    lines += [
+        f"parameters            {count['total']:,} with vocabulary, {count['excluding_vocabulary']:,} without",
+        f"  active per token    {count['active']:,}",
+        f"  residual pathway    {count['residual']:,} ({count['residual'] / count['excluding_vocabulary']:.3%})",
+        f"flops per token       {_short(flops['forward'])} forward, about {_short(flops['training'])} in training",
+        f"  branches            {_short(flops['branches'])}",
+        f"  attention           {_short(flops['attention'])} at the mean distance of context {model['context']}",
+        f"  vocabulary          {_short(flops['vocabulary'])}",
+        f"  residual pathway    {_short(flops['residual'])} ({flops['residual'] / flops['forward']:.3%})",
+        f"residual state        {state['history']:,} bytes per token in bfloat16, {state['live']:,} of them live",
+        f"residual traffic      {traffic['forward_d_per_branch']:.1f}d per token and branch forward, "
+        f"{traffic['backward_d_per_branch']:.1f}d backward",
+        f"  in bfloat16         {traffic['forward_bytes_per_token'] / 1e3:,.0f} kB per token forward, "
+        f"{traffic['backward_bytes_per_token'] / 1e3:,.0f} kB backward",
+        f"  on an H800          {traffic['h800_microseconds_per_token']:.3f} µs per token at 3.35 TB/s: "
+        "an estimate from bytes, not run on a GPU",
+    ]
+    return "\n".join(lines)
+
+
+def _states(first: int, last: int) -> str:
+    return f"H{first}" if first == last else f"H{first} … H{last}"
+
+
+def _number(n: int, one: str, many: str) -> str:
+    return f"{n} {one if n == 1 else many}"
+
+
+def _short(n: int) -> str:
+    for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if n >= size:
+            return f"{n / size:.3g}{unit}"
+    return str(n)

@@ -1,0 +1,153 @@
+"""One rank's share of a model: the modules with the sizes that they have there, without weights and without the others.
+
+Attention heads, hidden units and vocabulary are divided by the tensor group, experts by the ranks that share them.
+What arrives from other ranks is an empty tensor of the right shape, so that a pass can be counted and not computed.
+"""
+# B batch  T tokens  D width  E experts  W ranks that share the experts
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dualres.config.schema import ModelConfig, ResidualConfig
+from dualres.model.attention import Attention
+from dualres.model.decoder import Decoder, build_decoder
+from dualres.model.feedforward import FeedForward
+from dualres.model.loss import loss_and_gradients
+from dualres.model.moe import Experts, MoE, Together
+
+CUT = (Attention, FeedForward)  # branches whose weights a tensor group divides
+
+
+class Share(NamedTuple):
+    """What a rank has of a model."""
+
+    tensor: int = 1  # ranks that divide heads, hidden units, vocabulary and sequence
+    experts: int = 1  # W
+
+
+def part_of(size: int, ranks: int) -> int:
+    """What leaves a rank in a gather, a scatter or an exchange of `size` bytes in all: every part but its own."""
+    return size * (ranks - 1) // ranks
+
+
+class Wire:
+    """Counts the bytes that a rank sends to the others of its group."""
+
+    def __init__(self, ranks: int):
+        self.ranks, self.sent = ranks, 0
+
+    def carry(self, size: int) -> None:
+        """A gather, a scatter or an exchange of `size` bytes in all."""
+        self.sent += part_of(size, self.ranks)
+
+
+class Local(NamedTuple):
+    """The decoder of one rank, on the meta device, and what it talks over."""
+
+    decoder: Decoder  # takes whole sequences of tokens and gives T / tensor states
+    tensor: Wire
+    experts: Wire
+
+
+def local_decoder(model: ModelConfig, residual: ResidualConfig, share: Share) -> Local:
+    """What a rank has of a decoder."""
+    n = share.tensor
+    ffn_width = None if model.ffn_width is None else model.ffn_width // n
+    cut = dataclasses.replace(
+        model,
+        heads=model.heads // n,
+        kv_heads=model.kv_heads // n,
+        head_size=model.head_width,
+        ffn_width=ffn_width,
+        vocab_size=-(-model.vocab_size // n),
+    )
+    decoder = build_decoder(cut if n > 1 else model, residual, device="meta")
+    tensor, experts = Wire(n), Wire(share.experts)
+
+    def gathered(module: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return Exchange.apply(given[0], 1, given[0].shape[1] * n, tensor), *given[1:]
+
+    def scattered(module: nn.Module, given: Any, out: Tensor) -> Tensor:
+        return Exchange.apply(out, 1, out.shape[1] // n, tensor)
+
+    for module in decoder.modules():
+        if isinstance(module, MoE):
+            module.spread = Elsewhere(tensor, experts)
+            for name in module.matrices if share.experts > 1 else ():
+                whole: Tensor = getattr(module, name)
+                setattr(module, name, nn.Parameter(whole[: module.experts // share.experts].detach().clone()))
+        elif n > 1 and isinstance(module, CUT):
+            module.register_forward_pre_hook(gathered)
+            module.register_forward_hook(scattered)
+    if n > 1:
+        decoder.vocabulary.table.register_forward_hook(scattered)
+    return Local(decoder, tensor, experts)
+
+
+class Elsewhere(Together):
+    """Experts that the others have too: as many rows arrive as leave, which is the mean over ranks."""
+
+    def __init__(self, tensor: Wire, experts: Wire):
+        self.tensor, self.experts, self.shards = tensor, experts, tensor.ranks
+
+    def total(self, assigned: Tensor) -> Tensor:
+        """(E,) -> (E,)"""
+        self.tensor.carry(2 * assigned.nbytes)  # a sum is a scatter and a gather
+        return assigned.clone() if self.shards > 1 else assigned
+
+    def apply(self, experts: Experts, rows: Tensor, assigned: Tensor) -> Tensor:
+        """(M,D), (E,) -> (M,D)"""
+        if self.experts.ranks == 1:
+            return experts(rows, assigned)
+        self.experts.carry(assigned.nbytes)
+        arriving = torch.empty_like(assigned).view(self.experts.ranks, -1)
+        arrived = Exchange.apply(rows, 0, len(rows), self.experts)
+        order = torch.empty(len(rows), dtype=torch.long).argsort(stable=True)
+        out = experts(arrived[order], arriving.sum(0))
+        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
+        return Exchange.apply(out[back], 0, len(rows), self.experts)
+
+
+class Exchange(torch.autograd.Function):
+    """What a collective returns: another tensor, with `size` entries along `dim`, and the same on the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, size: int, wire: Wire) -> Tensor:
+        """(B,T,D) -> (B,size,D) where `dim` is 1"""
+        ctx.dim, ctx.size, ctx.wire = dim, x.shape[dim], wire
+        out = resized(x, dim, size)
+        wire.carry(max(x.nbytes, out.nbytes))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        """(B,size,D) -> (B,T,D)"""
+        back = resized(grad, ctx.dim, ctx.size)
+        ctx.wire.carry(max(grad.nbytes, back.nbytes))
+        return back, None, None, None
+
+
+def resized(x: Tensor, dim: int, size: int) -> Tensor:
+    """A new tensor like `x` with `size` entries along `dim`."""
+    return x.new_empty(*x.shape[:dim], size, *x.shape[dim + 1 :])
+
+
+class RangeLoss(torch.autograd.Function):
+    """The loss over a range of the vocabulary: hidden states of the whole sequence for a while, the share's kept."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, rows: int) -> Tensor:
+        """hidden (B,T/n,E), weight (V/n,E), targets (B,T) -> ()"""
+        whole = resized(hidden, 1, targets.shape[1]).flatten(0, 1)
+        loss, _, grad_weight = loss_and_gradients(whole, weight, targets.flatten(), rows, differentiated=True)
+        ctx.save_for_backward(torch.empty_like(hidden), grad_weight)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        """The gradients that were made in the forward pass."""
+        hidden, weight = ctx.saved_tensors
+        return hidden * grad.to(hidden.dtype), weight * grad.to(weight.dtype), None, None

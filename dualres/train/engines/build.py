@@ -1,0 +1,157 @@
+"""From a config to an engine: the one place that knows them all."""
+
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parallel import DistributedDataParallel
+
+from dualres.config.schema import Config, TrainConfig
+from dualres.model.block import compile_blocks, recompute_blocks
+from dualres.model.decoder import Decoder, Vocabulary, build_decoder, reset_part
+from dualres.model.loss import CrossEntropy, Objective
+from dualres.parallel.experts import spread_experts
+from dualres.parallel.gradients import dimensions
+from dualres.parallel.mesh import Groups, Mesh, chunk_sizes, make_groups, mesh_of
+from dualres.parallel.pipeline import Chunk, drop_unused, make_chunks
+from dualres.parallel.tensor import cut_branches, cut_vocabulary
+from dualres.parallel.vocab_loss import VocabularyLoss
+from dualres.train.engines.base import Engine, TorchEngine
+from dualres.train.engines.deepspeed import DeepSpeedEngine
+from dualres.train.engines.fsdp import PipelineEngine, ShardedEngine
+from dualres.train.process_group import World
+from dualres.util.errors import TrainError
+
+
+def engine_name(config: Config, processes: int) -> str:
+    """The engine that `train.engine` means for this many processes."""
+    name = config.train.engine
+    if name == "auto":
+        return "single" if processes == 1 else "fsdp2"
+    if name == "single" and processes > 1:
+        raise TrainError(f"train.engine=single was started as {processes} processes: use ddp, fsdp2 or deepspeed")
+    if name != "single" and processes == 1:
+        raise TrainError(
+            f"train.engine={name} needs processes: start it with torchrun --nproc-per-node 2 -m dualres train …, "
+            "or use train.engine=single"
+        )
+    return name
+
+
+def engine_mesh(config: Config, processes: int) -> Mesh:
+    """How the engine of `config` spreads so many processes; what is impossible for it is refused."""
+    native = processes > 1 and config.train.engine in ("auto", "fsdp2")
+    return mesh_of(config, processes) if native else Mesh(data=processes)
+
+
+def build_engine(config: Config, world: World, end_of_text: int) -> Engine:
+    """The model of `config` with fresh weights, in the hands of its engine."""
+    return ENGINES[engine_name(config, world.size)](config, world, end_of_text)
+
+
+def compile_mode(train: TrainConfig, mesh: Mesh) -> str:
+    """PyTorch's mode for `train.compile`.
+
+    CUDA graphs write the results of a micro-batch over those of the last one: a pipeline, which has several on their
+    way, does without.
+    """
+    return "max-autotune-no-cudagraphs" if train.compile == "max-autotune" and mesh.pipeline > 1 else train.compile
+
+
+def _objective(
+    config: Config, decoder: Decoder, end_of_text: int, mesh: Mesh, cross_entropy: CrossEntropy | None = None
+) -> Objective:
+    train = config.train
+    recompute_blocks(decoder.stack, train.recompute)
+    if train.compile != "off":
+        compile_blocks(decoder.stack, mode=compile_mode(train, mesh))
+    return Objective(decoder, train.loss_rows, end_of_text if train.documents == "isolate" else None, cross_entropy)
+
+
+def _whole(config: Config, world: World, end_of_text: int) -> Objective:
+    """The whole model on every rank."""
+    decoder = build_decoder(config.model, config.residual, device=world.device, seed=config.train.seed)
+    return _objective(config, decoder, end_of_text, Mesh(data=world.size))
+
+
+def _single(config: Config, world: World, end_of_text: int) -> Engine:
+    objective = _whole(config, world, end_of_text)
+    return TorchEngine(config.train, world, objective, objective)
+
+
+def _ddp(config: Config, world: World, end_of_text: int) -> Engine:
+    objective = _whole(config, world, end_of_text)
+    devices = [world.device] if world.device.type == "cuda" else None
+    return TorchEngine(config.train, world, objective, DistributedDataParallel(objective, devices))
+
+
+def _fsdp2(config: Config, world: World, end_of_text: int) -> Engine:
+    """Blocks are the units; each is drawn whole, by itself, and cut, so that no rank ever holds the whole model."""
+    mesh = mesh_of(config, world.size)
+    groups = make_groups(mesh, world.device.type)
+    decoder = build_decoder(config.model, config.residual, device="meta")
+    cross_entropy = VocabularyLoss(groups.tensor) if mesh.tensor > 1 else None
+    objective = _objective(config, decoder, end_of_text, mesh, cross_entropy)
+    if mesh.pipeline == 1:
+        _shard_units(config, world, groups, decoder, [*decoder.stack, objective])
+        return ShardedEngine(config, world, objective, groups)
+    chunks = make_chunks(objective, chunk_sizes(config, mesh), mesh.pipeline, groups.stage)
+    twofold: list[str] = []
+    for chunk in chunks.values():
+        _shard_units(config, world, groups, decoder, [*cast(Sequence[nn.Module], chunk.blocks), chunk])
+        if config.model.tied_embeddings and (chunk.arriving is None or chunk.leaving is None):
+            twofold = [f"vocabulary.{name}" for name, _ in decoder.vocabulary.named_parameters()]
+    return PipelineEngine(config, world, objective, groups, twofold, chunks)
+
+
+def _shard_units(config: Config, world: World, groups: Groups, decoder: Decoder, units: Sequence[nn.Module]) -> None:
+    """Draw, cut and shard; of the units, inner ones come first."""
+    bf16 = config.train.precision == "bf16"
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy()
+    drawn = {id(part): name for part, name in decoder.parts()}
+    sizes = groups.sizes
+    rest = FSDPMeshInfo(groups.rest, shard_mesh_dim=0)
+
+    def placement(parameter: nn.Parameter) -> Shard | ShardPlacementResult | None:
+        """Experts are sharded over the ranks that hold the same ones, along their rows where these divide.
+
+        A vocabulary in ranges of unequal size is cut along its width: PyTorch's checkpoints confuse rows of such ones.
+        """
+        if "experts" in dimensions(parameter):
+            return ShardPlacementResult(Shard(1 if parameter.shape[1] % sizes.rest == 0 else 0), rest)
+        rows = isinstance(parameter, DTensor) and parameter.placements == (Shard(0),)
+        return Shard(1) if rows and parameter.shape[0] % sizes.tensor else None
+
+    for unit in units:
+        for part in unit.modules():
+            if id(part) in drawn and any(p.is_meta for p in part.parameters()):
+                part.to_empty(device=world.device)
+                reset_part(part, drawn[id(part)], config.model.init_std, config.train.seed)
+                if isinstance(unit, Chunk) and isinstance(part, Vocabulary):
+                    drop_unused(part, unit)
+                if sizes.tensor > 1:
+                    cut_branches(part, groups.tensor)
+                    if isinstance(part, Vocabulary):
+                        cut_vocabulary(part, groups.tensor)
+                if sizes.expert_ranks > 1:
+                    spread_experts(part, groups)
+        elsewhere = {p for p in unit.parameters() if p.is_meta}
+        fully_shard(
+            unit, mesh=groups.data, mp_policy=policy, shard_placement_fn=placement, ignored_params=elsewhere or None
+        )
+
+
+def _deepspeed(config: Config, world: World, end_of_text: int) -> Engine:
+    return DeepSpeedEngine(config, world, _whole(config, world, end_of_text))
+
+
+ENGINES: dict[str, Callable[[Config, World, int], Engine]] = {
+    "single": _single,
+    "ddp": _ddp,
+    "fsdp2": _fsdp2,
+    "deepspeed": _deepspeed,
+}

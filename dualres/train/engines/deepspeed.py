@@ -1,0 +1,121 @@
+"""DeepSpeed's ZeRO behind the interface of the other engines, with the same optimizer and the same checkpoints."""
+# B batch  T tokens
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dualres.config.schema import Config
+from dualres.model.context import RouterReport
+from dualres.model.loss import Objective
+from dualres.train.engines.base import Engine, Losses, Micro
+from dualres.train.process_group import World
+from dualres.train.recipe import adamw, fresh_state
+from dualres.util.errors import TrainError
+from dualres.util.optional_dependencies import need
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class DeepSpeedEngine(Engine):
+    """ZeRO stage 1, 2 or 3. Checkpoints hold whole tensors, gathered one by one: any number of ranks can read them."""
+
+    def __init__(self, config: Config, world: World, objective: Objective):
+        train, stage = config.train, config.train.parallel.zero_stage
+        if stage == 0:
+            raise TrainError("train.engine=deepspeed with train.parallel.zero_stage=0 shards nothing: use 1, 2 or 3")
+        if world.device.type == "cpu":
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        deepspeed = need("deepspeed", "deepspeed", "train.engine=deepspeed")
+        self.access = need("deepspeed.utils", "deepspeed", "train.engine=deepspeed")
+        settings = {
+            "train_micro_batch_size_per_gpu": train.micro_batch,
+            "gradient_accumulation_steps": -(-train.global_batch // (train.micro_batch * world.size)),
+            "gradient_clipping": train.clip,
+            "zero_optimization": {"stage": stage},
+            "zero_allow_untested_optimizer": True,
+            "bf16": {"enabled": train.precision == "bf16"},
+            "steps_per_print": 10**9,
+        }
+        self.adamw = adamw(objective.decoder, train)
+        wrapped, *_ = deepspeed.initialize(
+            model=objective, optimizer=self.adamw, config=settings, dist_init_required=False
+        )
+        super().__init__(world, objective, wrapped)
+        self.deepspeed: Any = wrapped
+        self.parameters = dict(self.decoder.named_parameters())
+        self._create_moments(config.model.context)
+
+    def accumulate(self, micro_batches: Sequence[Micro]) -> Losses:
+        """One after the other."""
+        language = router = 0.0
+        for number, (sequences, share) in enumerate(micro_batches, 1):
+            report, last = RouterReport(scale=share), number == len(micro_batches)
+            self.deepspeed.set_gradient_accumulation_boundary(last)
+            loss = self.wrapped(sequences.to(self.world.device), report)
+            self.deepspeed.backward(loss * share, scale_wrt_gas=False)
+            if not last:
+                self.deepspeed.step()  # which only counts
+            language += share * loss.item()
+            router += share * (report.mean().item() if report.losses else 0.0)
+        return Losses(language, router)
+
+    def update(self, learning_rate: float, clip: float) -> float:
+        """DeepSpeed clips by its own setting and tells the norm only after the step."""
+        for group in self.adamw.param_groups:
+            group["lr"] = learning_rate
+        self.deepspeed.step()
+        return float(self.deepspeed.get_global_grad_norm())
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Whole copies, gathered from all ranks."""
+        found = {}
+        for name, parameter in self.parameters.items():
+            found[f"model.{name}"] = self.access.safe_get_full_fp32_param(parameter)
+            for key in MOMENTS:
+                found[f"optimizer.{key}.{name}"] = self.access.safe_get_full_optimizer_state(parameter, key)
+            found[f"optimizer.step.{name}"] = self._count().clone()
+        return found
+
+    def adopt(self, tensors: dict[str, Tensor]) -> None:
+        """Hand the whole tensors back, each rank takes its part."""
+        for name, parameter in self.parameters.items():
+            weights = tensors[f"model.{name}"]
+            moments = {key: tensors[f"optimizer.{key}.{name}"] for key in MOMENTS}
+            if hasattr(parameter, "ds_tensor"):  # ZeRO 3 keeps parts; its own setter of whole tensors cannot cut all
+                self.access.safe_set_local_fp32_param(parameter, self._part(parameter, weights))
+                for key, moment in moments.items():
+                    self.access.safe_set_local_optimizer_state(parameter, self._part(parameter, moment), key)
+                parameter.ds_tensor.data.copy_(self._part(parameter, weights))
+            else:
+                self.access.safe_set_full_fp32_param(parameter, weights)
+                for key, moment in moments.items():
+                    self.access.safe_set_full_optimizer_state(parameter, moment, key)
+            if parameter.numel():  # whole, also where ZeRO 3 finds it too small to cut: the forward pass reads this
+                parameter.data.copy_(weights)
+        for state in self.adamw.state.values():
+            state["step"].copy_(next(value for name, value in tensors.items() if name.startswith("optimizer.step.")))
+
+    def _part(self, parameter: Any, whole: Tensor) -> Tensor:
+        """This rank's part of a tensor; the last ones are filled up with zeros."""
+        size = parameter.ds_tensor.numel()
+        filled = nn.functional.pad(whole.flatten(), (0, size * self.world.size - whole.numel()))
+        return filled[self.world.rank * size : (self.world.rank + 1) * size]
+
+    def _create_moments(self, context: int) -> None:
+        """DeepSpeed has AdamW's state only after a step: take one of rate and gradient zero, and count it as none."""
+        for group in self.adamw.param_groups:  # DeepSpeed links the state of all groups after it stepped the first
+            for flat in group["params"]:
+                self.adamw.state[flat] = fresh_state(flat)
+        nothing = torch.zeros(1, context + 1, dtype=torch.long)
+        self.accumulate([Micro(nothing, 0.0)])
+        self.update(0.0, 1.0)
+        for state in self.adamw.state.values():
+            state["step"].zero_()
+
+    def _count(self) -> Tensor:
+        """Steps that AdamW has taken."""
+        return next(iter(self.adamw.state.values()))["step"]

@@ -1,0 +1,216 @@
+"""What can be checked before a run starts: a row each, ok, a note, or a problem with its remedy. Nothing is written."""
+
+import dataclasses
+import importlib.util
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+
+from dualres.config.schema import Config, ConfigError
+from dualres.data import shards
+from dualres.data.loader import Loader
+from dualres.data.shards import Index
+from dualres.parallel.pipeline import micro_batches
+from dualres.train import checkpoint, run_folder
+from dualres.train.engines.build import engine_mesh, engine_name
+from dualres.train.loop import check_batch, check_vocabulary
+from dualres.train.recipe import steps_of
+from dualres.util.atomic_files import LOCK
+from dualres.util.errors import DataError, TrainError
+
+CHECKPOINT_BYTES = 12  # per parameter: the weight and two moments in float32
+SMALL = 10**9  # tokens that are read in seconds
+SPARE_CHECKPOINTS = 2  # the best one, and the one that is being written
+USED_BY_ENGINE = {  # fields of train.parallel
+    "deepspeed": {"zero_stage"},
+    "fsdp2": {"tensor", "pipeline", "virtual_stages", "expert", "context", "sequence_parallel"},
+}
+
+
+class Check(NamedTuple):
+    """What was found."""
+
+    name: str
+    state: Literal["ok", "note", "problem"]
+    says: str
+
+
+class Places(NamedTuple):
+    """Where a run reads and writes."""
+
+    data: Path
+    out: Path
+    made_at_start: bool  # the data, where they are not there yet
+
+
+def check_start(config: Config, ranks: int, parameters: int, places: Places, wandb: bool = False) -> list[Check]:
+    """Everything that the start would refuse or that a user should know first."""
+    try:
+        engine_mesh(config, ranks)
+        rows = [_checked("batch", lambda: _batch(config, ranks))]
+    except ConfigError as error:
+        rows = [Check("mesh", "problem", str(error))]
+    rows.append(_checked("engine", lambda: _engine(config, ranks)))
+    if wandb:
+        rows.append(_checked("wandb", lambda: _package("wandb", "wandb", "--wandb")))
+    here = torch.cuda.device_count()
+    if here < ranks:
+        instead = "it would train on the CPU" if ranks == 1 else "start it where they are"
+        rows.append(Check("GPUs", "note", f"{here} in this machine, {ranks} in the plan: {instead}"))
+    index = None
+    if (places.data / shards.INDEX).exists() or not places.made_at_start:
+        try:
+            index = shards.read_index(places.data)
+            rows += _data(config, places, index)
+        except (DataError, OSError) as error:
+            rows.append(Check("data", "problem", str(error)))
+    else:
+        says = f"{places.data} is not there: the start makes it of Python's standard library{other_dataset(config)}"
+        rows.append(Check("data", "note", says))
+    rows.append(_checked("run folder", lambda: _run_folder(config, places, index)))
+    disk = _checked("disk", lambda: _disk(config, places.out, parameters))
+    elsewhere = disk.state == "problem" and ranks > max(1, here)
+    rows.append(Check("disk", "note", f"in this machine: {disk.says}") if elsewhere else disk)
+    unused = unused_mesh(config, engine_or_asked(config, ranks))
+    refused = rows[0].name == "mesh"
+    return [*rows, Check("mesh", "note", unused)] if unused and not refused else rows
+
+
+def unused_mesh(config: Config, engine: str) -> str | None:
+    """What the config says of the paper's mesh and this engine does not use."""
+    parallel = config.train.parallel
+    used = USED_BY_ENGINE.get(engine, set())
+    asked = {
+        field.name: getattr(parallel, field.name)
+        for field in dataclasses.fields(parallel)
+        if field.name not in used and getattr(parallel, field.name) != field.default
+    }
+    if not asked:
+        return None
+    others = "the engine trains data-parallel, which computes the same"
+    why = "DeepSpeed's" if asked.keys() == {"zero_stage"} else others
+    said = ", ".join(f"{name}={value}" for name, value in asked.items())
+    return f"train.parallel {said}: not used by {engine}: {why}"
+
+
+def engine_or_asked(config: Config, ranks: int) -> str:
+    """The engine for so many ranks; where it refuses them, the one that was asked for."""
+    try:
+        return engine_name(config, ranks)
+    except TrainError:
+        return config.train.engine
+
+
+def _checked(name: str, work: Callable[[], Check]) -> Check:
+    try:
+        return work()
+    except (ConfigError, TrainError, DataError, OSError) as error:
+        return Check(name, "problem", str(error))
+
+
+def _batch(config: Config, ranks: int) -> Check:
+    check_batch(config, ranks)
+    train, mesh = config.train, engine_mesh(config, ranks)
+    steps = micro_batches(train.global_batch, train.micro_batch, mesh)
+    filling = steps * mesh.data - train.global_batch // train.micro_batch
+    says = f"{train.global_batch} = {mesh.data} ranks × {train.micro_batch} × {steps} micro-batches"
+    if filling:
+        return Check("batch", "note", f"{says}, less {filling} that run and count for nothing")
+    return Check("batch", "ok", says)
+
+
+def _engine(config: Config, ranks: int) -> Check:
+    name = engine_name(config, ranks)
+    if name != "deepspeed":
+        return Check("engine", "ok", name)
+    if config.train.parallel.zero_stage == 0:
+        raise TrainError("train.engine=deepspeed with train.parallel.zero_stage=0 shards nothing: use 1, 2 or 3")
+    return _package("deepspeed", "deepspeed", "train.engine=deepspeed")._replace(name="engine")
+
+
+def _package(name: str, extra: str, purpose: str) -> Check:
+    if importlib.util.find_spec(name) is None:
+        raise TrainError(f"{purpose} needs the package {name}: pip install 'dualres[{extra}]'")
+    return Check(name, "ok", f"{name} is installed")
+
+
+def _data(config: Config, places: Places, index: Index) -> list[Check]:
+    data = places.data
+
+    def vocabulary() -> Check:
+        check_vocabulary(config, data, index)
+        return Check("vocabulary", "ok", f"{index.vocab_size:,} of the model's {config.model.vocab_size:,} entries")
+
+    def budget() -> Check:
+        windows = Loader(data, index, "train", config.model.context, config.train.seed).windows
+        sequences = steps_of(config.train, config.model.context) * config.train.global_batch
+        passes = sequences / windows
+        says = f"{passes:.3g} passes over {index.tokens('train'):,} tokens"
+        return Check("tokens", "ok", says) if passes <= 1 else Check("tokens", "note", f"{says}: prepare more for one")
+
+    def held_out() -> Check:
+        context = config.model.context
+        there = Loader(data, index, "validation", context, None).windows * context
+        asked = max(1, config.train.validation_tokens // context) * context
+        if there >= asked:
+            return Check("validation", "ok", f"{asked:,} of {there:,} tokens")
+        return Check("validation", "note", f"{there:,} tokens, fewer than the {asked:,} of train.validation_tokens")
+
+    def content() -> Check:
+        if index.tokens("train") > SMALL:
+            return Check("checksums", "note", "of the shards are compared at the start: they are too large for a look")
+        shards.verify(data, index, max(config.model.vocab_size, index.vocab_size))  # the vocabulary has its own row
+        return Check("checksums", "ok", "every shard is as it was written")
+
+    other = other_dataset(config) if places.made_at_start else ""
+    found = Check("data", "note" if other else "ok", f"{data}: from {index.source}{other}")
+    checks = {"vocabulary": vocabulary, "tokens": budget, "validation": held_out, "checksums": content}
+    return [found, *(_checked(name, work) for name, work in checks.items())]
+
+
+def other_dataset(config: Config) -> str:
+    """Where the default data are not what the recipe was written for."""
+    dataset = config.train.dataset
+    return "" if dataset == "local" else f"; the recipe's dataset is {dataset}: prepare it and give --data"
+
+
+def _run_folder(config: Config, places: Places, index: Index | None) -> Check:
+    out = places.out
+    if not (_there(out).is_dir() and os.access(_there(out), os.W_OK)):
+        raise TrainError(f"{_there(out)} is no folder that can be written: give another --out")
+    if (out / LOCK).exists():
+        with run_folder.alone(out):
+            pass  # no one trains there
+    checkpoints = checkpoint.found(out / run_folder.CHECKPOINTS)
+    if not run_folder.begun(out):
+        return Check("run folder", "ok", f"{out} is new")
+    run_folder.check_same(out, config)
+    if index is not None:
+        run_folder.check_data(out, places.data, index)
+    if not checkpoints:
+        return Check("run folder", "ok", f"{out} was begun and has no checkpoint: it starts at the first step")
+    steps = steps_of(config.train, config.model.context)
+    if checkpoints[-1].name == checkpoint.step_name(steps):
+        return Check("run folder", "note", f"{out} is finished, with {checkpoints[-1].name}: nothing is left to do")
+    return Check("run folder", "ok", f"{out} goes on from {checkpoints[-1].name} of {steps:,} steps")
+
+
+def _disk(config: Config, out: Path, parameters: int) -> Check:
+    """Against the checkpoints that will lie there together, less those that already do."""
+    count = config.train.keep_checkpoints + SPARE_CHECKPOINTS
+    there = sum(path.stat().st_size for path in (out / run_folder.CHECKPOINTS).rglob("*") if path.is_file())
+    needed = max(0, count * CHECKPOINT_BYTES * parameters - there)
+    free = shutil.disk_usage(_there(out)).free
+    says = f"{needed / 2**30:.1f} GiB for {count} checkpoints, {free / 2**30:.1f} GiB free"
+    if free < needed:
+        raise TrainError(f"{says}: free some, lower train.keep_checkpoints, or give another --out")
+    return Check("disk", "ok", says)
+
+
+def _there(path: Path) -> Path:
+    """The path, or the nearest folder above it that exists."""
+    return next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())

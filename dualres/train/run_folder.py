@@ -1,0 +1,148 @@
+"""A run's folder: what was asked for, one run at a time, and what a finished run says of itself.
+
+RUN/config.json      the experiment, the data, the version of dualres, the model that it began with
+    tokenizer.json   the data's
+    metrics.jsonl    losses, gradient norm and learning rate by step; the same on every repetition
+    speed.jsonl      the clock: tokens/s and utilisation by step
+    tensorboard/     both, for TensorBoard
+    checkpoints/     see dualres.train.checkpoint
+    summary.json     written at the end
+    verified.json    which data files were read in whole
+    lock             held while a process trains
+"""
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Set
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from dualres.config.schema import Config, ConfigError
+from dualres.config.validation import build
+from dualres.data.shards import TOKENIZER, Index
+from dualres.train.metrics import METRICS
+from dualres.util.atomic_files import locked, partial_of, write_json
+from dualres.util.errors import TrainError
+from dualres.util.version import VERSION
+
+CONFIG, SUMMARY, CHECKPOINTS = "config.json", "summary.json", "checkpoints"
+# What may change between an interruption and its resumption: how the work is done, not what is computed.
+MAY_CHANGE: Set[str] = {
+    "train.micro_batch",
+    "train.compile",
+    "train.recompute",
+    "train.loss_rows",
+    "train.engine",
+    "train.checkpoint_every",
+    "train.keep_checkpoints",
+    "train.untimed_steps",
+    "train.timeout",
+    "train.peak_flops",
+    "analyze.every",
+}
+
+
+def alone(folder: Path) -> AbstractContextManager[None]:
+    """Hold the folder for this run alone."""
+    return locked(folder, TrainError(f"another process trains in {folder}: wait for it, or use a new folder"))
+
+
+def begun(folder: Path) -> bool:
+    """Whether a run in `folder` took a step: one that was refused at its start binds no one."""
+    metrics = folder / METRICS
+    return (metrics.exists() and metrics.stat().st_size > 0) or (folder / CHECKPOINTS).exists()
+
+
+def open_run(folder: Path, config: Config, data: Path, index: Index, start: Path | None = None) -> None:
+    """Begin a run in `folder`, or take one up: refused where it has another experiment or other data.
+
+    `start`: the saved model whose weights it begins with.
+    """
+    began = {} if start is None else {"start": start.resolve().name}
+    if begun(folder):
+        check_same(folder, config)
+        check_data(folder, data, index)
+        before = read_description(folder)
+        began = {"start": before["start"]} if "start" in before else {}
+    partial = partial_of(folder / TOKENIZER)
+    shutil.copyfile(data / TOKENIZER, partial)
+    partial.replace(folder / TOKENIZER)
+    used = {
+        "folder": str(data),
+        "content": index.content,
+        "end_of_text": index.end_of_text,
+        "fingerprint": index.fingerprint,
+    }
+    write_json(folder / CONFIG, {"dualres": VERSION, "config": _as_data(config), "data": used, **began})
+
+
+def check_data(folder: Path, data: Path, index: Index) -> None:
+    """Refuse other data than those of the run that `folder` holds, wherever they lie now."""
+    before = read_description(folder)["data"]
+    if before["content"] != index.content:
+        raise TrainError(
+            f"{folder} holds a run on other data ({before['folder']}, now {data}): use the data it began with, or a "
+            "new folder"
+        )
+
+
+def check_same(folder: Path, config: Config) -> None:
+    """Refuse a config that computes something else than the run that `folder` holds."""
+    # Routers balance each micro-batch, so its size is part of what a sparse model learns.
+    free = MAY_CHANGE if config.model.moe is None else MAY_CHANGE - {"train.micro_batch"}
+    changed = _differences(_as_data(read_config(folder)), _as_data(config), free)
+    if changed:
+        what = ", ".join(f"{key} {was!r} → {now!r}" for key, was, now in changed)
+        raise TrainError(f"{folder} holds a run with another config ({what}): use that config, or a new folder")
+
+
+def read_description(folder: Path) -> dict[str, Any]:
+    """What `open_run` wrote."""
+    path = folder / CONFIG
+    if not path.is_file():
+        raise TrainError(
+            f"{folder} has no {CONFIG}, which `dualres train` writes: restore that file, or use another folder"
+        )
+    try:
+        described = json.loads(path.read_text(encoding="utf-8"))
+        if not {"config", "data"} <= described.keys():
+            raise ValueError("it lacks config or data")
+    except (ValueError, AttributeError) as error:
+        raise TrainError(f"{path} cannot be read ({error}): restore it, or train into a new folder") from None
+    return described
+
+
+def read_summary(folder: Path) -> dict[str, Any]:
+    """What a finished run says of itself."""
+    path = folder / SUMMARY
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise TrainError(
+            f"{path} cannot be read ({error}): remove it and give the run's command again, which writes it anew"
+        ) from None
+
+
+def read_config(folder: Path) -> Config:
+    """The experiment of a run. A key that an older version did not have yet gets its default."""
+    try:
+        return build(Config, read_description(folder)["config"], "")
+    except ConfigError as error:
+        raise TrainError(f"{folder / CONFIG}: {error}; restore the file, or train into a new folder") from None
+
+
+def _as_data(config: Config) -> dict[str, Any]:
+    """As it comes back from JSON."""
+    return json.loads(json.dumps(dataclasses.asdict(config)))
+
+
+def _differences(before: Any, now: Any, free: Set[str], where: str = "") -> list[tuple[str, Any, Any]]:
+    """(key, then, now) of every value that differs and is not free to."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        keys = list(dict.fromkeys([*before, *now]))
+        inside = (_differences(before.get(key), now.get(key), free, f"{where}.{key}".lstrip(".")) for key in keys)
+        return [difference for differences in inside for difference in differences]
+    same = before == now or where in free or where.startswith("train.parallel.")
+    return [] if same else [(where, before, now)]

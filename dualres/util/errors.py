@@ -1,0 +1,9 @@
+"""Errors that end a command with a message instead of a traceback."""
+
+
+class DataError(ValueError):
+    """Raised for invalid or corrupted data: the message names the file and the remedy."""
+
+
+class TrainError(RuntimeError):
+    """Raised when a run cannot start or continue: the message names the cause, what is safe, and the remedy."""

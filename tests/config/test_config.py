@@ -1,0 +1,228 @@
+"""Configs: every impossible one is refused, naming field, value and remedy."""
+
+from pathlib import Path
+
+import pytest
+
+from dualres.config.loading import load_config, names
+from dualres.config.schema import ConfigError, ModelConfig, MoEConfig, ResidualConfig
+from dualres.model.decoder import build_decoder
+from dualres.residual import registry
+
+PAPER_SCALES = ["0.1b", "0.3b", "0.5b", "1b", "moe-7b"]
+
+
+@pytest.mark.parametrize("residual", names("residual"))
+@pytest.mark.parametrize("scale", names("scale"))
+def test_every_pair_builds(scale: str, residual: str):
+    config = load_config(scale, residual)
+    build_decoder(config.model, config.residual, device="meta")
+
+
+@pytest.mark.parametrize(
+    ("scale", "steps", "tokens_per_step"),
+    [("0.1b", 1907, 1048576), ("0.3b", 5722, 1048576), ("0.5b", 9537, 1048576), ("1b", 47684, 1048576)]
+    + [("moe-7b", 60000, 524288)],
+)
+def test_paper_recipes(scale: str, steps: int, tokens_per_step: int):
+    """Batch × 4096 tokens a step; 20 tokens per parameter, 50B, and 60,000 steps for the sparse model."""
+    config = load_config(scale, "dar-block")
+    train = config.train
+    assert train.global_batch * config.model.context == tokens_per_step
+    assert round(train.tokens / tokens_per_step) == steps
+    assert (train.learning_rate, train.min_learning_rate, train.weight_decay, train.betas) == (
+        3e-4,
+        3e-5,
+        0.1,
+        (0.9, 0.95),
+    )
+    assert (train.adam_eps, train.clip, train.seed, train.micro_batch) == (1e-8, 1.0, 42, 2)
+    assert train.warmup_steps == (300 if scale in ("0.1b", "0.3b", "0.5b") else 2000)
+    assert config.residual.layers_per_block == (3 if scale == "moe-7b" else 2)
+    assert config.model.vocab_size == 131_072
+    assert config.model.context == 4096
+
+
+def test_full_forms_keep_their_block_size_at_every_scale():
+    for scale in PAPER_SCALES:
+        blocks = {name: registry.block_layers(load_config(scale, name).residual) for name in names("residual")}
+        assert blocks["attnres-full"] == blocks["attnres-vproj"] == 0.5
+        assert {blocks[f"dar-{form}"] for form in ("full", "selfkv", "fixedkv", "crossv")} == {1}
+        renamed = load_config(scale, "dar-block", ["residual.method=dar-full"]).residual
+        assert registry.block_layers(renamed) == 1
+
+
+def test_overrides():
+    config = load_config(
+        "nano", "mhc-2", ["residual.streams=3", "train.learning_rate=1e-3", "train.tokens=2e6", "train.compile=off"]
+    )
+    assert (config.residual.streams, config.train.learning_rate, config.train.tokens) == (3, 1e-3, 2_000_000)
+    assert config.train.compile == "off"
+    assert load_config("nano", "dar-block", ["residual.sets=branch", "residual.sets=null"]).residual.sets is None
+
+
+def test_a_file_of_ones_own(tmp_path: Path):
+    scale = tmp_path / "mine.yaml"
+    scale.write_text("base: nano\nmodel:\n  layers: 3\n")
+    config = load_config(str(scale), "dar-full")
+    assert (config.model.layers, config.model.width) == (3, 96)
+
+
+IMPOSSIBLE = [
+    ("model.heads=7", ["model.width=96", "model.heads=7", "use heads 1, 2, 3, 4, 6, 8, 12, 16, 24 or 48"]),
+    ("model.width=97", ["model.width=97", "use an even width"]),
+    ("model.width=1e20", ["model.width=100000000000000000000", "at most"]),
+    ("model.vocab_size=1e18", ["model.vocab_size=1000000000000000000", "at most"]),
+    ("model.layers=[1", ["model.layers=[1", "is not valid YAML"]),
+    ("model.layers=!!python/object:os.system {}", ["is not valid YAML"]),
+    ("model.embedding_width=9999", ["model.embedding_width=9999", "at most 96"]),
+    ("model.norm_eps=.inf", ["model.norm_eps=inf", "a finite number"]),
+    ("model.norm_eps=0", ["model.norm_eps=0.0", "above 0"]),
+    ("residual.gate_scale=.nan", ["residual.gate_scale=nan", "a finite number"]),
+    ("residual.layers_per_block=.inf", ["residual.layers_per_block=inf", "a finite number"]),
+    ("residual={method: attnres-vproj, value_rank: 97}", ["value_rank=97", "width 96"]),
+    ("train.learning_rate=0", ["train.learning_rate=0.0", "above 0"]),
+    ("train.weight_decay=-1", ["train.weight_decay=-1.0", "0 or more"]),
+    ("train.adam_eps=-1", ["train.adam_eps=-1.0", "above 0"]),
+    ("train.betas=[2, -1]", ["train.betas=(2.0, -1.0)", "(0.9, 0.95)"]),
+    ("model.kv_heads=3", ["model.heads=4", "kv_heads=3", "1, 2 or 4"]),
+    ("model.width=100", ["width=100", "heads of even width", "1, 2, 5, 10, 25 or 50"]),
+    ("model.layers=0", ["model.layers=0", "1 or more"]),
+    ("model.norm_eps=-1", ["model.norm_eps=-1.0", "above 0"]),
+    ("model.init_std=0", ["model.init_std=0.0", "above 0"]),
+    ("model.embedding_width=0", ["model.embedding_width=0", "1 or more"]),
+    ("model.ffn_width=null", ["model.ffn_width is missing", "model.moe"]),
+    ("model.moe={experts: 4, active: 2, expert_width: 8}", ["ffn_width=256 and model.moe are both set", "remove"]),
+    ("model.moe={experts: 4, active: 5, expert_width: 8}", ["model.moe.active=5", "experts=4", "at most 4"]),
+    ("model.moe={experts: 4, active: 2, expert_width: 9}", ["expert_width=9", "multiple of 8", "8 or 16"]),
+    ("model.moe.active=2", ["model.moe.experts is missing"]),
+    ("model.width=wide", ["model.width='wide'", "a whole number"]),
+    ("model.width=1.5", ["model.width=1.5", "a whole number"]),
+    ("model.tied_embeddings=3", ["model.tied_embeddings=3", "true or false"]),
+    ("model.vocabulary=3", ["unknown key model.vocabulary=3"]),
+    ("model.layer=3", ["unknown key model.layer=3", "model.layers?"]),
+    ("model=3", ["model=3", "model.KEY=VALUE"]),
+    ("model.layers", ["'model.layers'", "key.path=value"]),
+    ("residual.method=dar", ["residual.method='dar'", "dar-block"]),
+    (
+        "residual.layers_per_block=0.5",
+        ["layers_per_block=0.5", "16 branches", "collinear", "1 or more"],
+    ),
+    ("residual.layers_per_block=1.25", ["layers_per_block=1.25", "0.5 (one branch), 1, 1.5"]),
+    ("residual.layers_per_block=0", ["layers_per_block=0.0", "0.5 (one branch)"]),
+    ("residual.layers_per_block=2.5", ["layers_per_block=2.5", "last block", "collinear"]),
+    ("residual.layers_per_block=9", ["layers_per_block=9", "8 layers", "at most 8"]),
+    ("residual.sets=layer", ["residual.sets='layer'", "block or branch"]),
+    ("residual.streams=3", ["residual.streams=3", "not an option of dar-block", "sets, gate_scale, rho_bias"]),
+    ("residual.sinkhorn_steps=0", ["residual.sinkhorn_steps=0", "1 or more"]),
+    ("residual={method: mhc, streams: 1000000}", ["residual.streams=1000000", "at most 64"]),
+    ("residual={method: mhc, sinkhorn_steps: 1e9}", ["residual.sinkhorn_steps=1000000000", "at most 1000"]),
+    ("residual.layers_per_block=1e308", ["residual.layers_per_block=1e+308", "0.5 (one branch)"]),
+    ("residual.value_rank=-1", ["residual.value_rank=-1", "0 (a full matrix)"]),
+    ("train.micro_batch=3", ["global_batch=16", "micro_batch=3", "1, 2, 4, 8 or 16"]),
+    ("train.min_learning_rate=1", ["min_learning_rate=1.0", "0.0003"]),
+    ("train.betas=[0.9]", ["train.betas=[0.9]", "list of 2 numbers"]),
+    ("train.precision=fp8", ["train.precision='fp8'", "bf16 or fp32"]),
+    ("train.parallel.zero_stage=4", ["train.parallel.zero_stage=4", "0, 1, 2 or 3"]),
+    ("train.tokens=1", ["train.tokens=1 ", "model.context=256", "at least 4096"]),
+    ("train.warmup_steps=1e9", ["train.warmup_steps=1000000000", "732 steps", "fewer"]),
+    ("train.parallel.tensor=3", ["train.parallel.tensor=3", "model.heads=4", "use 1 or 2"]),
+    ("train.parallel.tensor=4", ["train.parallel.tensor=4", "model.kv_heads=2", "use 1 or 2"]),
+    ("train.parallel.expert=2", ["train.parallel.expert=2", "use 1, or set model.moe"]),
+    ("train.parallel.pipeline=9", ["train.parallel.pipeline=9", "model.layers=8", "at most 8"]),
+    ("train.seed=-1", ["train.seed=-1", "0 or more"]),
+    ("train.seed=1e20", ["train.seed=100000000000000000000", "smaller"]),
+    ("train.warmup_steps=-1", ["train.warmup_steps=-1", "0 or more"]),
+]
+
+
+@pytest.mark.parametrize(("override", "says"), IMPOSSIBLE, ids=[row[0] for row in IMPOSSIBLE])
+def test_impossible_configs_are_refused(override: str, says: list[str]):
+    def build() -> None:
+        config = load_config("nano", "dar-block", [override])
+        build_decoder(config.model, config.residual, device="meta")
+
+    with pytest.raises(ConfigError) as refused:
+        build()
+    for part in says:
+        assert part in str(refused.value)
+
+
+def test_experts_that_do_not_split():
+    with pytest.raises(ConfigError, match=r"train.parallel.expert=3 .* model.moe.experts=8: use 1, 2, 4 or 8"):
+        load_config("nano-moe", "dar-block", ["train.parallel.expert=3"])
+
+
+def test_the_scales_block_size_can_be_set():
+    assert load_config("nano", "dar-block", ["layers_per_block=4"]).residual.layers_per_block == 4
+    assert load_config("nano", "dar-full", ["layers_per_block=4"]).residual.layers_per_block is None
+    for residual in ("dar-block", "standard"):  # checked also where no block form takes it
+        with pytest.raises(ConfigError, match="layers_per_block='four' is not a finite number"):
+            load_config("nano", residual, ["layers_per_block=four"])
+
+
+def test_a_base_is_found_beside_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "below.yaml").write_text("base: nano\nmodel:\n  layers: 3\n")
+    (tmp_path / "mine" / "above.yaml").write_text("base: below.yaml\n")
+    monkeypatch.chdir(tmp_path)
+    assert load_config("mine/above.yaml", "standard").model.layers == 3
+
+
+def test_unknown_names():
+    with pytest.raises(ConfigError, match="no scale 'nnn"):
+        load_config("n" * 5000, "standard")
+    with pytest.raises(ConfigError, match=r"no scale 'nanu': did you mean nano\? use one of 0\.1b"):
+        load_config("nanu", "standard")
+    with pytest.raises(ConfigError, match=r"no residual 'dar': .*use one of attnres-block"):
+        load_config("nano", "dar")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [("model: [", "is not valid YAML"), ("- 1", "holds no mapping"), ("base: nowhere", "no scale 'nowhere'")],
+)
+def test_broken_files(tmp_path: Path, text: str, says: str):
+    path = tmp_path / "broken.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=says):
+        load_config(str(path), "standard")
+
+
+def test_a_file_that_is_its_own_base(tmp_path: Path):
+    path = tmp_path / "loop.yaml"
+    path.write_text(f"base: {path}\n")
+    with pytest.raises(ConfigError, match=r"loop\.yaml is its own base"):
+        load_config(str(path), "standard")
+
+
+def test_python_users_get_the_same_messages():
+    with pytest.raises(ConfigError, match="kv_heads 1, 2, 5 or 10"):
+        ModelConfig(layers=2, width=640, heads=10, kv_heads=4, ffn_width=8)
+    with pytest.raises(ConfigError, match="at most 4"):
+        MoEConfig(experts=4, active=8, expert_width=8)
+    with pytest.raises(ConfigError, match="block or branch"):
+        ResidualConfig("dar-block", sets="layer")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "says"),
+    [
+        (ResidualConfig, {"method": "mhc", "streams": 2.5}, "residual.streams=2.5 is not a whole number"),
+        (ResidualConfig, {"method": 3}, "residual.method=3 is not text"),
+        (ModelConfig, {"width": "wide"}, "model.width='wide' is not a whole number"),
+        (ModelConfig, {"layers": None}, "model.layers=None is not a whole number"),
+        (ModelConfig, {"tied_embeddings": "no"}, "model.tied_embeddings='no' is not true or false"),
+        (ModelConfig, {"norm_eps": float("nan")}, "model.norm_eps=nan is not a finite number"),
+        (ModelConfig, {"moe": 8}, "model.moe=8 is not a section"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_python_users_types_are_checked(kind: type, fields: dict[str, object], says: str):
+    complete = {"layers": 2, "width": 32, "heads": 2, "kv_heads": 1, "ffn_width": 8} if kind is ModelConfig else {}
+    with pytest.raises(ConfigError, match=says):
+        kind(**{**complete, **fields})
+
+
+def test_numbers_as_text_are_numbers():
+    assert ResidualConfig("mhc", streams="4").streams == 4  # type: ignore[arg-type]

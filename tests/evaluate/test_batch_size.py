@@ -1,0 +1,180 @@
+"""How many rows run together: by memory, and halved where it was not enough."""
+
+import gc
+import weakref
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dualres.config.schema import ConfigError
+from dualres.evaluate import batch_size
+from dualres.evaluate.batch_size import CHUNK_BYTES, MOST_ROWS, Batch, batch_for, free_memory, row_bytes
+from dualres.evaluate.perplexity import score_source
+from dualres.evaluate.subject import Subject
+from dualres.plan.run_memory import Live
+from tests.evaluate.tiny import CONTEXT, TEXTS, Small, source_of, tiny_subject
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("room", [CONTEXT, 2 * CONTEXT + 1, 5 * CONTEXT])
+def test_halved_where_memory_is_not_enough(tmp_path: Path, room: int):
+    """Nothing is lost, and the smaller size stays, for the next source too."""
+    subject, source = tiny_subject(), source_of(tmp_path, TEXTS)
+    wanted = score_source(subject, source, batch=Batch(4, CONTEXT))
+    batch, model = Batch(64, CONTEXT), Small(subject.model, room)
+    found = score_source(subject._replace(model=model), source, batch=batch)
+    assert found._replace(nats=0) == wanted._replace(nats=0)
+    assert found.nats == pytest.approx(wanted.nats, rel=1e-6)
+    assert model.asked[0] > room
+    assert room // 2 <= batch.tokens <= room
+    failures = sum(asked > room for asked in model.asked)
+    assert failures <= 6  # 64 to 1
+    model.asked.clear()
+    score_source(subject._replace(model=model), source, batch=batch)
+    assert max(model.asked) <= room
+
+
+def test_one_row_that_does_not_fit_is_an_error(tmp_path: Path):
+    subject = tiny_subject()
+    model = Small(subject.model, CONTEXT - 1)
+    with pytest.raises(torch.OutOfMemoryError):
+        score_source(subject._replace(model=model), source_of(tmp_path, TEXTS), batch=Batch(2, CONTEXT))
+
+
+def test_every_row_once_and_in_order():
+    rows = [range(length) for length in (9, 9, 7, 7, 7, 4, 3, 3, 2, 1, 1, 1, 1)]
+    room = 40
+
+    def work(piece: Any) -> list[range]:
+        nonlocal room
+        if sum(map(len, piece)) > room:
+            raise torch.OutOfMemoryError
+        room -= 5  # someone else takes more and more of it
+        return list(piece)
+
+    batch = Batch(9, 9)
+    pieces = list(batch.over(rows, work))
+    assert [row for piece in pieces for row in piece] == rows
+
+
+def test_short_rows_run_together():
+    batch = Batch(2, 8)
+    rows = [range(length) for length in (8, 8, 8, 4, 4, 4, 1, 1, 1)]
+    assert [len(piece) for piece in batch.over(rows, lambda piece: piece)] == [2, 2, 4, 1]
+
+
+def test_what_failed_is_freed_before_it_is_tried_again():
+    """The traceback of the error holds the tensors of the model."""
+    held: list[weakref.ref[Tensor]] = []
+
+    def work(piece: Any) -> int:
+        gone = [ref() is None for ref in held]
+        assert all(gone)
+        activations = torch.zeros(len(piece))
+        held.append(weakref.ref(activations))
+        if len(piece) > 1:
+            raise torch.OutOfMemoryError
+        return len(piece)
+
+    gc.disable()
+    try:
+        assert list(Batch(8, 1).over([range(1)] * 3, work)) == [1, 1, 1]
+    finally:
+        gc.enable()
+    assert len(held) == 4  # of 3 rows, then of 1
+
+
+def test_an_integer_overrides(monkeypatch: pytest.MonkeyPatch):
+    subject = tiny_subject()
+    assert batch_for(subject, 3).tokens == 3 * CONTEXT
+    assert batch_for(subject, 1000).tokens == 1000 * CONTEXT
+    monkeypatch.setattr(batch_size, "batch_size", lambda subject: 5)
+    assert batch_for(subject).tokens == 5 * CONTEXT
+    for wrong in (0, -1):
+        with pytest.raises(ConfigError, match=f"a batch of {wrong} rows is none: use 1 or more"):
+            batch_for(subject, wrong)
+
+
+def with_free(monkeypatch: pytest.MonkeyPatch, count: float) -> None:
+    monkeypatch.setattr(batch_size, "free_memory", lambda device: count)
+
+
+def test_the_size_follows_the_memory(monkeypatch: pytest.MonkeyPatch):
+    subject = tiny_subject()
+    row = row_bytes(subject)
+    for rows, wanted in [(-100, 1), (0, 1), (1, 1), (7.5, 7), (63, 63), (10**6, MOST_ROWS)]:
+        with_free(monkeypatch, 2 * (rows * row + 3 * CHUNK_BYTES["cpu"]))
+        assert batch_size.batch_size(subject) == wanted
+
+
+@pytest.mark.parametrize(("device", "context", "rows"), [("cpu", 4096, 2), ("cpu", 10**5, 1), ("cuda", 4096, 32)])
+def test_no_more_than_is_useful(monkeypatch: pytest.MonkeyPatch, device: str, context: int, rows: int):
+    with_free(monkeypatch, 2**50)
+    subject = tiny_subject()
+    model = SimpleNamespace(
+        device=torch.device(device),
+        dtype=torch.float32,
+        config=subject.model.config,
+        get_input_embeddings=subject.model.get_input_embeddings,
+        get_output_embeddings=subject.model.get_output_embeddings,
+    )
+    assert batch_size.batch_size(subject._replace(model=model, context=context)) == rows
+
+
+def test_what_a_row_needs():
+    """Logits 257, states (2·2 + 8)·32, feed-forward 4·64, scores 2·16 per token; half of it in half the precision."""
+    subject = tiny_subject()
+    assert row_bytes(subject) == (257 + 12 * 32 + 4 * 64 + 2 * 16) * 16 * 4
+    assert row_bytes(subject._replace(model=subject.model.bfloat16())) == (257 + 12 * 32 + 4 * 64 + 2 * 16) * 16 * 2
+
+
+def test_the_estimate_is_above_what_is_measured():
+    """Of a model with the proportions of a real one; live bytes of a forward pass, beside the weights."""
+    subject = tiny_subject(context=256, vocab_size=4096, hidden_size=128, intermediate_size=512, num_hidden_layers=4)
+    peak = live_bytes(subject)
+    assert peak < row_bytes(subject) < 6 * peak
+
+
+def live_bytes(subject: Subject) -> int:
+    tokens = torch.zeros(1, subject.context, dtype=torch.long)
+    with torch.no_grad(), Live([*subject.model.parameters(), *subject.model.buffers()]) as live:
+        subject.model(tokens, use_cache=False)
+        return live.peak
+
+
+MEMINFO = "MemTotal:       100 kB\nMemFree:        5 kB\nMemAvailable:   60 kB\nHugePages_Total:       0\n"
+
+
+@pytest.mark.parametrize(
+    ("limit", "free"),
+    [("20480", 20480 - 10240 + 2048), ("max", 60 * 1024), ("9223372036854771712", 60 * 1024), (None, 60 * 1024)],
+)
+def test_free_memory_of_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str | None, free: int):
+    """The machine's, or what is left of a container's limit; its cache of files is given back."""
+    (tmp_path / "meminfo").write_text(MEMINFO)
+    group = [tmp_path / name for name in ("memory.max", "memory.current", "memory.stat")]
+    if limit:
+        group[0].write_text(f"{limit}\n")
+        group[1].write_text("10240\n")
+        group[2].write_text("anon 8192\ninactive_file 2048\n")
+    monkeypatch.setattr(batch_size, "MACHINE", tmp_path / "meminfo")
+    monkeypatch.setattr(batch_size, "GROUPS", (group,))
+    assert free_memory(CPU) == free
+
+
+def test_free_memory_where_nothing_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(batch_size, "MACHINE", tmp_path / "none")
+    monkeypatch.setattr(batch_size, "GROUPS", ())
+    assert free_memory(CPU) > 2**20
+
+
+def test_here(tmp_path: Path):
+    """With nothing replaced, the size that this machine gives serves."""
+    subject = tiny_subject()
+    found = score_source(subject, source_of(tmp_path, TEXTS), batch=batch_for(subject))
+    assert found.documents == len(TEXTS)

@@ -1,0 +1,264 @@
+"""The kernels, CPU and Triton in its interpreter: every operator and every gradient against the float64 reference."""
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dualres import ops
+from dualres.ops import dispatch, reference
+from dualres.ops.reference import GateParameters, Norm
+from dualres.residual import route
+from tests.small import relative_error
+
+EPS, NORM_EPS = 1e-6, 1e-5
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 5e-3}
+KINDS = ["cpu", "triton"]
+ROUTES = {
+    "single": (route.SINGLE, 1),
+    "vproj": (route.VALUE_PROJECTED, 2),
+    "dual": (route.DUAL, 2),
+    "self_kv": (route.SELF_KV, 2),
+    "fixed_kv": (route.FIXED_KV, 2),
+    "cross_v": (route.CROSS_V, 2),
+}
+ODD = (3, 37, 123)  # B, T, D
+WIDTH = ODD[-1]
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: Any, monkeypatch: Any) -> str:
+    """Each kind of kernels in turn."""
+    if request.param == "triton":
+        pytest.importorskip("triton")
+    monkeypatch.setattr(dispatch, "FORCED", request.param)
+    return request.param
+
+
+class Numbers:
+    """Random tensors, in turn from one generator."""
+
+    def __init__(self, dtype: torch.dtype, seed: int = 0):
+        self.dtype, self.generator = dtype, torch.Generator().manual_seed(seed)
+
+    def parameter(self, *shape: int, scale: float = 1.0) -> Tensor:
+        return scale * torch.randn(shape, generator=self.generator)
+
+    def stream(self, *shape: int, scale: float = 1.0) -> Tensor:
+        return self.parameter(*shape, scale=scale).to(self.dtype)
+
+    def gate(self, values: int, streams: int, width: int) -> GateParameters:
+        return GateParameters(
+            self.parameter(values, streams, width, scale=width**-0.5), self.parameter(1), self.parameter(values)
+        )
+
+
+Op = Callable[..., Sequence[Tensor]]
+
+
+def compare(ours: Op, exact: Op, inputs: list[Tensor], dtype: torch.dtype) -> None:
+    """Results and the gradients of all inputs: `ours` on the inputs, `exact` on the same numbers in float64."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    doubles = [x.detach().double().requires_grad_() for x in inputs]
+    results, wanted = list(ours(*leaves)), list(exact(*doubles))
+    generator = torch.Generator().manual_seed(1)
+    given = [torch.randn(x.shape, generator=generator).to(x.dtype) for x in results]
+    found = torch.autograd.grad(results, leaves, given, allow_unused=True)
+    truth = torch.autograd.grad(wanted, doubles, [x.double() for x in given], allow_unused=True)
+    for i, (a, b) in enumerate(zip(results, wanted, strict=True)):
+        assert relative_error(a, b) < TOLERANCE[dtype], f"result {i}"
+    small: list[tuple[Tensor, Tensor]] = []
+    for i, (a, b) in enumerate(zip(found, truth, strict=True)):
+        assert (a is None) == (b is None), f"gradient {i}"
+        if b is None or b.abs().max() < 1e-9:  # one candidate has weight 1, whatever the query
+            continue
+        assert a.dtype == inputs[i].dtype
+        if b.ndim == 1 and b.numel() < WIDTH:
+            small.append((a, b))
+        else:
+            assert relative_error(a, b) < TOLERANCE[dtype], f"gradient {i}"
+    if small:  # scales and biases: sums over tokens that may cancel to nearly nothing, so they are taken together
+        ours_joined, truth_joined = (torch.cat(each) for each in zip(*small, strict=True))
+        assert relative_error(ours_joined, truth_joined) < TOLERANCE[dtype], "scales and biases"
+
+
+def flat_prefix(found: tuple[tuple[Tensor, ...], tuple[Tensor, ...]]) -> list[Tensor]:
+    return [*found[0], *found[1]]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ROUTES)
+def test_prefix(kind: str, name: str, dtype: str):
+    check_prefix(name, states=5, sets=2, shape=ODD, dtype=DTYPES[dtype])
+
+
+def test_prefix_of_queries_that_do_not_fit_together(monkeypatch: Any):
+    """Very wide rows leave registers for some queries only; then the history is read once for each group of them."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(dispatch, "FORCED", "triton")
+    dispatch.module("triton")
+    own = sys.modules["dualres.ops.triton.prefix"]
+    monkeypatch.setattr(own, "REGISTERS", 2 * 128 * 2)  # two sets of two queries, at this width
+    assert own.group_size(4, 2, WIDTH) == 2
+    check_prefix("dual", 3, 4, (1, 3, WIDTH), torch.float32)
+
+
+@pytest.mark.parametrize("sets", [1, 3])
+@pytest.mark.parametrize("states", [1, 2, 3, 4, 9, 17, 49])
+@pytest.mark.parametrize("name", ["single", "dual", "fixed_kv"])
+def test_prefix_at_every_depth(kind: str, name: str, states: int, sets: int):
+    check_prefix(name, states, sets, shape=(1, 3, 21), dtype=torch.float32)
+
+
+def check_prefix(name: str, states: int, sets: int, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    rule, streams = ROUTES[name]
+    draw = Numbers(dtype)
+    history = [draw.stream(streams, *shape, scale=0.5 + 0.3 * r) for r in range(states)]
+    queries = draw.parameter(sets, len(rule.key), shape[-1], scale=0.3)
+    compare_prefix(history, queries, rule, dtype)
+
+
+def compare_prefix(
+    history: list[Tensor],
+    queries: Tensor,
+    rule: route.Route,
+    dtype: torch.dtype,
+    results: Callable[..., Sequence[Tensor]] = flat_prefix,
+) -> None:
+    def ours(queries: Tensor, *history: Tensor) -> Sequence[Tensor]:
+        return results(ops.prefix(history, queries, rule, EPS))
+
+    def exact(queries: Tensor, *history: Tensor) -> Sequence[Tensor]:
+        return results(reference.prefix(history, queries, rule, EPS))
+
+    compare(ours, exact, [queries, *history], dtype)
+
+
+def test_prefix_where_one_state_has_nearly_all_weight(kind: str):
+    """There the gradient of the queries is a small difference of large numbers."""
+    draw = Numbers(torch.float32)
+    queries = 12 * torch.nn.functional.normalize(draw.parameter(1, 2, WIDTH), dim=-1)  # the logit of a state along it
+    along = queries[0].flip(0)[:, None, None] * WIDTH**0.5 / 12  # of stream j, which the other output asks
+    history = [draw.stream(2, *ODD, scale=0.1) + along, draw.stream(2, *ODD), draw.stream(2, *ODD)]
+    compare_prefix(history, queries / WIDTH**0.5, route.DUAL, torch.float32, results=lambda found: found[0])
+
+
+# id -> how many updates, whether the branch's norm is applied
+READS = {
+    f"{k}-updates-{'normed' if normed else 'plain'}": (k, normed) for k in (0, 1, 3, 6) for normed in (True, False)
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("row", [row for row in READS if row != "0-updates-plain"])  # which is no operator
+@pytest.mark.parametrize("name", ["single", "vproj"])
+def test_read(kind: str, name: str, row: str, dtype: str):
+    (rule, streams), (count, normed) = ROUTES[name], READS[row]
+    draw = Numbers(DTYPES[dtype])
+    coefficients = draw.parameter(count, streams, *ODD[:2])
+    inputs = [
+        draw.stream(1, *ODD),
+        draw.parameter(1, *ODD[:2]),
+        draw.parameter(1, ODD[-1], scale=0.3),
+        draw.parameter(ODD[-1]),
+        *(draw.stream(*ODD) for _ in range(count)),
+    ]
+
+    def op(read: Callable[..., Tensor], wide: Callable[[Tensor], Tensor]) -> Callable[..., list[Tensor]]:
+        def call(h: Tensor, partition: Tensor, queries: Tensor, weight: Tensor, *updates: Tensor) -> list[Tensor]:
+            norm = Norm(weight, NORM_EPS) if normed else None
+            return [read(h, partition, updates, wide(coefficients), queries, rule, EPS, norm)]
+
+        return call
+
+    compare(op(ops.read, lambda x: x), op(reference.read, Tensor.double), inputs, DTYPES[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("row", READS)
+@pytest.mark.parametrize("name", ["dual", "self_kv", "fixed_kv", "cross_v"])
+def test_gated_read(kind: str, name: str, row: str, dtype: str):
+    rule, (count, normed) = ROUTES[name][0], READS[row]
+    draw = Numbers(DTYPES[dtype])
+    width = ODD[-1]
+    gates = [draw.gate(values, 2, width) for values in ((2, 2, 1) if count else (2, 2))]
+    inputs = [
+        draw.stream(2, *ODD),
+        draw.parameter(2, *ODD[:2]),
+        draw.parameter(2, width, scale=0.3),
+        draw.parameter(width),
+        draw.parameter(count, 2, *ODD[:2]),
+        *(parameter for gate in gates for parameter in gate),
+        *(draw.stream(*ODD) for _ in range(count)),
+    ]
+
+    def op(read: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
+        def call(
+            h: Tensor, partition: Tensor, queries: Tensor, weight: Tensor, coefficients: Tensor, *rest: Tensor
+        ) -> tuple[Tensor, Tensor]:
+            own = [GateParameters(*rest[3 * g : 3 * g + 3]) for g in range(len(gates))]
+            norm = Norm(weight, NORM_EPS) if normed else None
+            updates = rest[3 * len(gates) :]
+            return read(h, partition, updates, coefficients, queries, own, rule, EPS, norm)
+
+        return call
+
+    compare(op(ops.gated_read), op(reference.gated_read), inputs, DTYPES[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("normed", [True, False], ids=["normed", "plain"])
+@pytest.mark.parametrize(("streams", "count", "steps"), [(2, 2, 20), (3, 5, 7), (4, 4, 20), (4, 6, 20), (8, 9, 3)])
+def test_hyper_read(kind: str, streams: int, count: int, steps: int, normed: bool, dtype: str):
+    draw = Numbers(DTYPES[dtype])
+    width = ODD[-1]
+    gates = [draw.gate(values, streams, width) for values in (streams, streams, streams * streams)]
+    inputs = [
+        draw.parameter(width),
+        draw.parameter(count, streams, *ODD[:2]),
+        *(parameter for gate in gates for parameter in gate),
+        *(draw.stream(*ODD) for _ in range(count)),
+    ]
+
+    def op(read: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
+        def call(weight: Tensor, coefficients: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
+            own = [GateParameters(*rest[3 * g : 3 * g + 3]) for g in range(3)]
+            return read(rest[9:], coefficients, own, steps, EPS, Norm(weight, NORM_EPS) if normed else None)
+
+        return call
+
+    compare(op(ops.hyper_read), op(reference.hyper_read), inputs, DTYPES[dtype])
+
+
+def test_sinkhorn_survives_extreme_logits(kind: str):
+    """As the reference does: by logarithms where plain numbers vanish, as those of a whole row do here."""
+    width = 8
+    updates = [torch.randn(1, 2, width) for _ in range(2)]
+    coefficients = torch.eye(2)[:, :, None, None].expand(2, 2, 1, 2).contiguous()
+    for logits, wanted in [
+        ((0.0, -900.0, -900.0, 300.0), torch.eye(2)),
+        ((0.0, 0.0, -900.0, -900.0), torch.full((2, 2), 0.5)),
+    ]:
+        biases = [torch.zeros(2), torch.zeros(2), torch.tensor(logits)]
+        gates = [GateParameters(torch.zeros(len(b), 2, width), torch.zeros(1), b) for b in biases]
+        _, left = ops.hyper_read(updates, coefficients, gates, 20, EPS, None)
+        assert (left[:2, :, 0].movedim(-1, 0) - wanted).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("learned", [True, False], ids=["learned", "constant"])
+@pytest.mark.parametrize(("streams", "count"), [(1, 1), (2, 3), (4, 6), (8, 12)])
+def test_write(kind: str, streams: int, count: int, learned: bool, dtype: str):
+    draw = Numbers(DTYPES[dtype])
+    coefficients = draw.parameter(count, streams, *ODD[:2])
+    updates = [draw.stream(*ODD) for _ in range(count)]
+    if learned:
+        inputs = [coefficients, *updates]
+        compare(lambda c, *u: [ops.write(u, c)], lambda c, *u: [reference.write(u, c)], inputs, DTYPES[dtype])
+    else:
+        exact = lambda *u: [reference.write(u, coefficients.double())]  # noqa: E731
+        compare(lambda *u: [ops.write(u, coefficients)], exact, updates, DTYPES[dtype])

@@ -1,0 +1,255 @@
+"""A real suite of tiny runs: table, picture, presets, resumption."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from dualres.cli import main
+from dualres.config.paper import KV_ABLATION, SIZE_SWEEP
+from dualres.report import suite_tables
+from dualres.report.suite import Cell, Matrix, Result, cells, results
+from dualres.train.run_folder import SUMMARY
+from tests.train.tiny import ROOT, metrics, overrides, tiny_data
+
+SHORT = {"train__tokens": 8 * 4 * 32, "train__validate_every": 4}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_data(tmp_path_factory.mktemp("tiny"))
+
+
+def arguments(data: Path, out: Path, *more: str, **changes) -> list[str]:
+    sets = [part for override in overrides(**{**SHORT, **changes}) for part in ("--set", override)]
+    return ["--data", str(data), "--out", str(out), "--device", "cpu", *sets, *more]
+
+
+@pytest.fixture(scope="module")
+def suite(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("suites") / "nano"
+    assert main(["suite", "nano", "--residuals", "standard,dar-block", "--seeds", "0,1", *arguments(data, out)]) == 0
+    return out
+
+
+def test_the_table(suite: Path, data: Path, capsys: pytest.CaptureFixture[str]):
+    again = ["suite", "nano", "--residuals", "standard,dar-block", "--seeds", "0,1", *arguments(data, suite)]
+    before = {path: path.stat().st_mtime_ns for path in suite.glob(f"*/{SUMMARY}")}
+    assert main(again) == 0
+    assert {path: path.stat().st_mtime_ns for path in before} == before  # nothing was run again
+    shown = capsys.readouterr()
+    assert shown.err.count("finished before") == 4
+    losses = {
+        (method, seed): json.loads((suite / f"nano-{method}-seed{seed}" / SUMMARY).read_text())["validation_loss"]
+        for method in ("standard", "dar-block")
+        for seed in (0, 1)
+    }
+    mean = (losses["dar-block", 0] + losses["dar-block", 1]) / 2
+    differences = [losses["dar-block", seed] - losses["standard", seed] for seed in (0, 1)]
+    [line] = [line for line in shown.out.splitlines() if " dar-block " in line]
+    half = 12.706 * abs(differences[0] - differences[1]) / 2  # t · s / √2, s = |a − b| / √2
+    assert f"{mean:.4f} ± " in line
+    assert f"{sum(differences) / 2:+.4f} ± {half:.4f}" in line
+    assert line.count("×") == 2  # speed and memory
+    assert (suite / "table.txt").read_text().splitlines()[0] == shown.out.splitlines()[0]
+    written = json.loads((suite / "suite.json").read_text())
+    assert len(written["runs"]) == 4
+    assert written["rows"][1]["difference"]["mean"] == pytest.approx(sum(differences) / 2)
+
+
+def test_the_picture(suite: Path):
+    assert (suite / "curves.png").read_bytes().startswith(b"\x89PNG")
+    drawn = (suite / "curves.svg").read_text()
+    assert "<svg" in drawn
+    assert drawn.count("<path") > 4
+
+
+def test_methods_see_the_same_data_and_start(suite: Path):
+    """Zero queries and equal branch weights: the first losses are nearly those of `standard`, and seeds differ."""
+    first = {
+        path.parent.name: json.loads(metrics(path.parent).splitlines()[0])["loss"]
+        for path in suite.glob(f"*/{SUMMARY}")
+    }
+    assert abs(first["nano-standard-seed0"] - first["nano-dar-block-seed0"]) < 0.05
+    assert first["nano-standard-seed0"] != first["nano-standard-seed1"]
+
+
+def test_another_budget_in_the_same_folder_is_refused(suite: Path, data: Path, capsys: pytest.CaptureFixture[str]):
+    changed = arguments(data, suite, train__learning_rate=0.001)
+    assert main(["suite", "nano", "--residuals", "standard", "--seeds", "0", *changed]) == 1
+    assert "train.learning_rate 0.003 → 0.001" in capsys.readouterr().err
+
+
+def test_other_data_in_the_same_folder_are_refused(suite: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    other = tiny_data(tmp_path, topics=50)
+    given = arguments(other, suite)
+    assert main(["suite", "nano", "--residuals", "standard,attnres-block", "--seeds", "0", *given]) == 1
+    assert "holds a run on other data" in capsys.readouterr().err
+    assert not (suite / "nano-attnres-block-seed0").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "changes", "code", "says"),
+    [
+        (["--seeds", "0,0"], {}, 2, "--seeds 0,0 has a value twice: write 0,1,2"),
+        (["--seeds", "a"], {}, 2, "--seeds a is not a list of numbers: write 0,1,2"),
+        (["--learning-rates", "0.001,1e-3"], {}, 2, "has a value twice: write 1e-3,3e-3"),
+        (["--residuals", ","], {}, 2, "--residuals , is empty"),
+        (["--residuals", "standard,standard"], {}, 2, "has a value twice"),
+        (["--residuals", "standard,darblock"], {}, 2, "darblock"),
+        (["--processes", "0"], {}, 2, "--processes 0 is not positive"),
+        (["--processes", "3"], {}, 1, "train.global_batch=4 does not cut into micro-batches"),
+        (["--residuals", "dar-block,standard"], {"residual__sets": "branch"}, 2, "sets"),
+        ([], {"model__vocab_size": 100}, 1, "the tokenizer has 257 entries"),
+        (["--data", "nowhere"], {}, 2, "nowhere has no index.json"),
+    ],
+)
+def test_what_is_refused_before_the_first_run(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], given, changes, code, says
+):
+    out = tmp_path / "suite"
+    assert main(["suite", "nano", *arguments(data, out, *given, **changes)]) == code
+    assert says in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_the_seed_of_the_config(data: Path, tmp_path: Path):
+    given = arguments(data, tmp_path, "--residuals", "standard", train__seed=9)
+    assert main(["suite", "nano", *given]) == 0
+    assert (tmp_path / "nano-standard-seed9" / SUMMARY).exists()
+
+
+def test_a_look_changes_nothing(suite: Path, data: Path, capsys: pytest.CaptureFixture[str]):
+    before = {path: path.stat().st_mtime_ns for path in suite.rglob("*")}
+    given = arguments(data, suite, "--table")
+    assert main(["suite", "nano", "--residuals", "dar-block", "--seeds", "0", *given]) == 0
+    assert "dar-block" in capsys.readouterr().out
+    assert {path: path.stat().st_mtime_ns for path in suite.rglob("*")} == before
+    assert main(["suite", "nano", "--residuals", "dar-full", "--seeds", "0", *given]) == 1
+    assert f"no run of this suite is finished in {suite}" in capsys.readouterr().err
+
+
+def test_a_damaged_summary(suite: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    copy = shutil.copytree(suite, tmp_path / "copy")
+    (copy / "nano-standard-seed0" / SUMMARY).write_text("{")
+    given = arguments(data, copy, "--table")
+    assert main(["suite", "nano", "--residuals", "standard", "--seeds", "0", *given]) == 1
+    assert f"{copy / 'nano-standard-seed0' / SUMMARY} cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_suite_goes_on(data: Path, tmp_path: Path, how: signal.Signals):
+    out = tmp_path / "suite"
+    command = [sys.executable, "-m", "dualres", "suite", "nano", "--residuals", "standard,attnres-block"]
+    command += arguments(data, out, train__tokens=200 * 4 * 32)
+    process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, stderr=subprocess.PIPE, text=True)
+    first = out / "nano-standard-seed42"
+    end = time.monotonic() + 120
+    while not (first / "metrics.jsonl").exists() or not metrics(first):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    if how == signal.SIGINT:  # as a terminal does, to all processes of the command
+        subprocess.run(["kill", f"-{how.value}", "--", f"-{process.pid}"], check=True)
+    else:  # as a scheduler does, to the command
+        process.send_signal(how)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 130, said
+    assert "stopped at step" in said
+    assert not (first / SUMMARY).exists()
+    assert subprocess.run(command, cwd=ROOT, check=False, capture_output=True).returncode == 0
+    assert len(list(out.glob(f"*/{SUMMARY}"))) == 2
+
+
+def test_a_failing_run_does_not_stop_the_others(data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    """A rate that overflows fails and is named at the end; the other is in the table."""
+    given = arguments(data, tmp_path / "s", "--learning-rates", "1e30,0.001", train__warmup_steps=0)
+    assert main(["suite", "nano", "--residuals", "standard", *given]) == 1
+    shown = capfd.readouterr()
+    assert "nano-standard-lr1e+30-seed42 failed with exit code 1" in shown.err
+    last = shown.err.splitlines()[-1]
+    assert last == (
+        "dualres: 1 of 2 runs failed, for the reasons above: nano-standard-lr1e+30-seed42. The same command tries them "
+        "again"
+    )
+    assert "0.001" in shown.out
+
+
+def result(scale: str, residual: str, seed: int, loss: float, rate: float | None = None, processes: int = 1) -> Result:
+    summary = {
+        "processes": processes,
+        "validation_loss": loss,
+        "tokens_per_second": 100.0 if residual == "standard" else 80.0,
+        "peak_memory": 10,
+    }
+    return Result(Cell(scale, residual, seed, rate), summary, ((1, loss),), ((1, loss),))
+
+
+def test_each_method_at_its_best_rate():
+    found = [
+        result("nano", "standard", 0, 3.0, 1e-3),
+        result("nano", "standard", 0, 2.5, 3e-3),
+        result("nano", "dar-block", 0, 2.4, 1e-3),
+        result("nano", "dar-block", 0, 2.6, 3e-3),
+    ]
+    rows = {row.method: row for row in suite_tables.compare(found)}
+    assert (rows["standard"].learning_rate, rows["dar-block"].learning_rate) == (3e-3, 1e-3)
+    assert rows["dar-block"].difference is not None
+    assert rows["dar-block"].difference.mean == pytest.approx(-0.1)
+    assert rows["dar-block"].speed == pytest.approx(0.8)
+    assert len(suite_tables.sweep(found)) == 4
+
+
+def test_a_rate_at_which_seeds_failed_is_not_the_best():
+    found = [result("nano", "standard", seed, 2.5 + seed / 10, 1e-3) for seed in (0, 1, 2)]
+    found.append(result("nano", "standard", 0, 2.4, 3e-3))  # the seed that did not fail
+    [row] = suite_tables.compare(found)
+    assert (row.learning_rate, row.loss.seeds) == (1e-3, 3)
+
+
+def test_ratios_are_of_runs_with_equal_means():
+    found = [result("nano", "standard", 0, 3.0), result("nano", "dar-block", 0, 2.9, processes=2)]
+    ours = suite_tables.compare(found)[1]
+    assert (ours.speed, ours.memory) == (None, None)
+    assert ours.difference is not None
+
+
+def test_what_the_table_says_beside_the_numbers():
+    alone = [result("nano", "dar-block", seed, 3.0) for seed in (0, 1)]
+    assert "No run of standard at nano to compare with." in suite_tables.as_text(suite_tables.compare(alone))
+    one_pair = [*alone, result("nano", "standard", 1, 3.1)]
+    assert "-0.1000 (1 of the seeds)" in suite_tables.as_text(suite_tables.compare(one_pair))
+
+
+def test_presets_print_the_paper(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    for preset, printed in (("size-sweep", SIZE_SWEEP), ("kv-ablation", KV_ABLATION)):
+        assert main(["suite", preset, "--table", "--out", str(tmp_path / preset)]) == 0
+        text = capsys.readouterr().out
+        lines = text.splitlines()[2:]
+        assert len(lines) == len(printed)
+        for line, cell in zip(lines, printed, strict=True):
+            assert all(part in line for part in (cell.name, cell.scale, cell.loss, "not run"))
+    [base], [matched] = (
+        [line for line in lines if line.startswith(f"{name}  ")] for name in ("AttnRes", "AttnRes + VProj")
+    )
+    assert "491,623,680" in base
+    assert "491,623,680" in matched  # the ablation is of equal size
+
+
+def test_a_preset_at_another_scale(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    given = arguments(data, tmp_path / "kv", "--at", "nano", "--table")
+    assert main(["suite", "kv-ablation", *given]) == 0
+    assert capsys.readouterr().out.count(" nano ") == 6
+
+
+def test_order_of_the_runs():
+    found = cells([("nano", "a"), ("nano", "b")], [0, 1])
+    assert [(cell.residual, cell.seed) for cell in found] == [("a", 0), ("b", 0), ("a", 1), ("b", 1)]
+    cell = Cell("x/nano.yaml", "y/mine.yaml", 3, 1e-3)
+    assert cell.name == "nano-mine-lr0.001-seed3"
+    assert cell.overrides() == ["train.seed=3", "train.learning_rate=0.001", "train.min_learning_rate=0.0001"]
+    assert results(Matrix(found, Path("none"), Path("none"))) == []
