@@ -186,7 +186,7 @@ def scaling(names: Sequence[str], arguments: argparse.Namespace, world: World) -
         for factor in (1, 2, 4):
             config = config_of(name, arguments, layers=4 * factor, tokens=arguments.tokens // 2, vocab_size=FEW_WORDS)
             if config.residual.method.endswith("-block"):  # four blocks, whatever the depth
-                residual = dataclasses.replace(config.residual, layers_per_block=factor)
+                residual = dataclasses.replace(config.residual, branches_per_block=2 * factor)
                 config = dataclasses.replace(config, residual=residual)
             contenders["layers"][4 * factor] = Contender(config, world)
             tokens = arguments.tokens * factor // 4

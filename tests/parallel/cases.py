@@ -54,8 +54,8 @@ MESHES = {
 }
 RESIDUALS = {  # three or seven layers in blocks of two: two or four blocks, the last a short one
     "standard": ResidualConfig("standard"),
-    "attnres-block": ResidualConfig("attnres-block", layers_per_block=2),
-    "dar-block": ResidualConfig("dar-block", layers_per_block=2, gate_scale=1.0),
+    "attnres-block": ResidualConfig("attnres-block", branches_per_block=4),
+    "dar-block": ResidualConfig("dar-block", branches_per_block=4, gate_scale=1.0),
     "mhc": ResidualConfig("mhc", streams=4),
 }
 

@@ -201,7 +201,7 @@ def test_a_folder_of_another_run(whole: Path, data: Path, elsewhere: Path, capsy
 def test_a_batch_that_is_filled_up(
     gpus: int, parallel: dict[str, Any], says: str, data: Path, elsewhere: Path, capsys: pytest.CaptureFixture[str]
 ):
-    changes = {"train__micro_batch": 1, "train__global_batch": 4, "residual__layers_per_block": 1, **parallel}
+    changes = {"train__micro_batch": 1, "train__global_batch": 4, "residual__branches_per_block": 2, **parallel}
     _, made = plan_of(*tiny("--data", str(data), "--gpus", str(gpus), **changes), capsys=capsys)
     state, found = checks_of(made)["batch"]
     assert found.startswith(says)
