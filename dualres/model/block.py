@@ -56,8 +56,8 @@ class ResidualBlock(nn.Module):
         """What is compiled. `forward` is around it, so that an engine's hooks on the module stay outside."""
         if self.recompute == "none" or not torch.is_grad_enabled():
             return self.compute(*history, **context)
-        keep = KEPT[self.recompute]  # and nothing here draws random numbers
-        return checkpoint(self.compute, *history, use_reentrant=False, preserve_rng_state=False, **keep, **context)
+        keep = KEPT[self.recompute]
+        return checkpoint(self.compute, *history, use_reentrant=False, **keep, **context)
 
     def compute(self, *history: Tensor, **context: Any) -> Tensor:
         """The block itself: what a recomputation runs again."""
