@@ -106,7 +106,7 @@ def entries() -> dict[str, tuple[Callable[..., Any], list[Any]]]:
     for method in METHODS:
         stack = residual_stack([torch.nn.Linear(WIDTH, WIDTH) for _ in range(4)], WIDTH, method)
         found[f"residual_stack of {method}"] = (stack, [stream()])
-        for name, block in (("first", list(stack)[0]), ("last", list(stack)[-1])):
+        for name, block in (("first", next(iter(stack))), ("last", list(stack)[-1])):
             if not block.pathway.keeps_history:
                 continue
             found[f"{name} block of {method}"] = (block, list(embed(stream(), stack.streams)))
