@@ -160,7 +160,7 @@ def _one(model: Named, given: argparse.Namespace, progress: Progress) -> Analysi
         return before
     about = {
         "model": model.name,
-        "residual": dataclasses.asdict(decoder.residual_config),
+        "residual": decoder.residual_config.to_dict(),
         "data": data.resolve().name,
         "dtype": str(dtype).removeprefix("torch."),
         "device": next(decoder.parameters()).device.type,

@@ -8,7 +8,7 @@ import sys
 from typing import Any, Literal
 
 from dualres.commands import arguments
-from dualres.config.loading import load_config, overridden
+from dualres.config.loading import load_config, parse_overrides
 from dualres.config.schema import Config, ConfigError
 from dualres.parallel.mesh import mesh_of
 from dualres.plan import mesh_plan
@@ -84,7 +84,7 @@ def made_for(given: argparse.Namespace, show: Show) -> mesh_plan.Plan:
             f"{'GPU' if given.gpus == 1 else 'GPUs'} starts: use --set train.engine={engine}; "
             f"dualres train --dry-run plans the other engines"
         )
-    said = overridden(given.set).get("train", {})
+    said = parse_overrides(given.set).get("train", {})
     chosen = not USED_BY_ENGINE["fsdp2"] & set(said.get("parallel", {}))
     if chosen:
         fixed = Fixed("micro_batch" in said, "recompute" in said)
@@ -133,6 +133,8 @@ def column(config: Config, given: argparse.Namespace, name: str, hardware: Hardw
     """A residual on the mesh of `config`. A key of the other one's own, --set residual.…, is not for it."""
     overrides = given.set if name == given.residual else [key for key in given.set if not key.startswith("residual.")]
     residual = load_config(given.scale, name, overrides).residual
+    default = config.residual.default_branches_per_block  # belongs to the scale, not to the method
+    residual = dataclasses.replace(residual, default_branches_per_block=default)
     try:
         other = dataclasses.replace(config, residual=residual)
         mesh = mesh_of(other, given.gpus)

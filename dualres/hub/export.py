@@ -143,7 +143,7 @@ def _described(folder: Path, opened: Opened) -> tuple[dict[str, Any], dict[str, 
         state = {key: record["state"][key] for key in STATE}
         config = build(Config, described["config"], "")
         if config.model != decoder.config or (
-            registry.settled(config.residual, 2 * config.model.layers) != decoder.residual_config
+            registry.explicit(config.residual, 2 * config.model.layers) != decoder.residual_config
         ):
             raise ValueError("its config is of another model than config.json")
         for key in ("step", "sequences"):

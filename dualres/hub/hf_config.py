@@ -13,7 +13,7 @@ from dualres.config.validation import build
 
 
 class DualResConfig(PreTrainedConfig):
-    """`model` and `residual` as docs/configuration.md has them; sizes also under the names that `transformers` uses."""
+    """The sections `model` and `residual` of an experiment; sizes also under the names that `transformers` uses."""
 
     model_type = "dualres"
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]  # Trainer adds lists to it
@@ -28,7 +28,7 @@ class DualResConfig(PreTrainedConfig):
     @classmethod
     def of(cls, model: ModelConfig, residual: ResidualConfig, **others: Any) -> "DualResConfig":
         """The config of a decoder."""
-        return cls(model=dataclasses.asdict(model), residual=dataclasses.asdict(residual), **others)
+        return cls(model=dataclasses.asdict(model), residual=residual.to_dict(), **others)
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
         """config.json, and the code that loads the model where dualres is not installed."""

@@ -40,7 +40,7 @@ class DualResForCausalLM(PreTrainedModel, GenerationMixin):
     @classmethod
     def of(cls, decoder: Decoder, **tokens: int) -> "DualResForCausalLM":
         """A decoder as it is, its weights shared and not copied. `tokens`: eos_token_id, say"""
-        residual = registry.settled(decoder.residual_config, 2 * decoder.config.layers)
+        residual = registry.explicit(decoder.residual_config, 2 * decoder.config.layers)
         model = dataclasses.replace(decoder.config, vocab_size=decoder.vocabulary.table.num_embeddings)
         config = DualResConfig.of(model, residual, **tokens)
         config.dtype = decoder.norm.weight.dtype

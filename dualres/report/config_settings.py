@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from dualres.config.schema import Config
-from dualres.residual.registry import settled
+from dualres.residual.registry import explicit
 
 Settings = Mapping[str, Any]  # dotted key -> value
 
@@ -18,12 +18,12 @@ _WORD = re.compile(r"[A-Za-z][\w./-]*")
 
 def settings(config: Config) -> dict[str, Any]:
     """Every value under its dotted key: train.seed, say."""
-    return _flat(dataclasses.asdict(config), "")
+    return _flat(config.to_dict(), "")
 
 
 def written_out(config: Config) -> Config:
     """The same experiment with every option of its residual, so that a default equals the value that it stands for."""
-    return dataclasses.replace(config, residual=settled(config.residual, 2 * config.model.layers))
+    return dataclasses.replace(config, residual=explicit(config.residual, 2 * config.model.layers))
 
 
 def differing(several: Sequence[Settings]) -> list[str]:
@@ -35,7 +35,7 @@ def differing(several: Sequence[Settings]) -> list[str]:
 
 def as_yaml(config: Config) -> str:
     """The whole config, in the form of the files in `configs/`."""
-    return yaml.safe_dump(json.loads(json.dumps(dataclasses.asdict(config))), sort_keys=False, allow_unicode=True)
+    return yaml.safe_dump(json.loads(json.dumps(config.to_dict())), sort_keys=False, allow_unicode=True)
 
 
 def plain(value: Any) -> str:

@@ -8,6 +8,7 @@ from dualres.report.config_settings import differing, settings, written_out
 from dualres.report.reproduce_command import Origin, origin
 from dualres.report.runs import Run
 from dualres.report.suite import BASE
+from dualres.residual.registry import resolve
 from dualres.train.run_folder import MAY_CHANGE
 
 
@@ -130,5 +131,5 @@ def _scale(config: Config, found: Origin | None) -> str:
 def _residual(config: Config, found: Origin | None) -> str:
     if found is not None and not found.changes("residual"):
         return found.residual
-    streams = written_out(config).residual.streams
+    streams = resolve(config.residual).get("streams")
     return config.residual.method if streams is None else f"{config.residual.method}-{streams}"

@@ -29,13 +29,14 @@ def origin(config: Config) -> Origin | None:
     for (scale, residual), shipped in _shipped().items():
         if shipped["residual.method"] == config.residual.method:
             changed = [key for key, value in wanted.items() if key not in shipped or shipped[key] != value]
+            changed += [key for key in shipped if key.startswith("residual.") and key not in wanted]
             of_model = sum(key.startswith("model.") for key in changed)
             near = of_model, len(changed), scale, residual, changed
             nearest = near if nearest is None else min(near, nearest)
     if nearest is None:
         return None
     *_, scale, residual, changed = nearest
-    found = Origin(scale, residual, tuple(f"{key}={plain(wanted[key])}" for key in changed))
+    found = Origin(scale, residual, tuple(f"{key}={plain(wanted.get(key))}" for key in changed))
     return found if _makes(found, config) else None
 
 

@@ -1,14 +1,17 @@
 """Attention Residuals: one stream; a branch reads a softmax over earlier states, chosen by a learned query."""
 # B batch  T tokens  D width  J stored streams
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 
 from dualres import ops
+from dualres.config.validation import NonNegativeInt
 from dualres.ops import Norm
 from dualres.residual.live import plus
 from dualres.residual.pathway import Place
-from dualres.residual.retrieval import Retrieving, State
+from dualres.residual.retrieval import RetrievalOptions, Retrieving, State
 from dualres.residual.route import SINGLE, VALUE_PROJECTED, Route
 
 
@@ -38,6 +41,14 @@ class AttnRes(Retrieving):
     def stored(self, i: int, update: Tensor) -> tuple[Tensor, ...]:
         """The output of branch i in the form that states are stored in. (B,T,D) -> J × (B,T,D)"""
         return (update,)
+
+
+@dataclass(frozen=True)
+class ValueProjectedOptions(RetrievalOptions):
+    """The maps of AttnRes + VProj."""
+
+    value_rank: NonNegativeInt = 0
+    """rank r of the maps I + BA on the values; 0: full d×d matrices"""
 
 
 class ValueProjected(AttnRes):

@@ -1,6 +1,7 @@
 """Dual Attention Residuals: two streams; the other stream's states choose the depths, the own history is returned."""
 # B batch  T tokens  D width  U parameter sets
 
+from dataclasses import dataclass
 from typing import cast
 
 from torch import Tensor, nn
@@ -10,8 +11,18 @@ from dualres.ops import GateParameters, Norm
 from dualres.residual.gates import Gate
 from dualres.residual.live import Live
 from dualres.residual.pathway import Place
-from dualres.residual.retrieval import Retrieving, State
+from dualres.residual.retrieval import RetrievalOptions, Retrieving, State
 from dualres.residual.route import DUAL, Route
+
+
+@dataclass(frozen=True)
+class DualOptions(RetrievalOptions):
+    """How the gates of DAR start."""
+
+    gate_scale: float = 1.0
+    """initial scale of the gates' input-dependent part; 0 starts as the standard Transformer"""
+    rho_bias: float = 2.0
+    """initial bias of ρ; 0 averages the two streams at every write, larger values keep them apart"""
 
 
 class Dual(Retrieving):

@@ -1,18 +1,32 @@
 """mHC-n, manifold-constrained hyper-connections: n streams, read, mixed and written by token-wise gates."""
 # B batch  T tokens  D width  N streams
 
-from typing import NamedTuple, cast
+from dataclasses import dataclass
+from typing import Annotated, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from dualres import ops
+from dualres.config.validation import Bounds
 from dualres.ops import Norm
 from dualres.residual.gates import Gate
 from dualres.residual.live import Live, of_streams
-from dualres.residual.pathway import History, Pathway, Place
+from dualres.residual.pathway import History, Options, Pathway, Place
 
 OFF_DIAGONAL = -8.0  # 0 would average the streams at every branch and cripple the baseline
+
+
+@dataclass(frozen=True)
+class HyperOptions(Options):
+    """The streams of mHC and their gates."""
+
+    streams: Annotated[int, Bounds(least=1, most=64)] = 4  # a token's mixing matrix is streams × streams
+    """residual streams, n"""
+    gate_scale: float = 0.01
+    """initial scale of the gates' input-dependent part; 0 starts as the standard Transformer"""
+    sinkhorn_steps: Annotated[int, Bounds(least=1, most=1000)] = 20
+    """Sinkhorn iterations, each a scaling of columns and rows"""
 
 
 class State(NamedTuple):

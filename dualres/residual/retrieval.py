@@ -1,6 +1,7 @@
 """Depth retrieval in two phases, shared by AttnRes and DAR: the history once per block, then the live state."""
 # B batch  T tokens  D width  J stored streams  O output streams  R history  U query sets
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -9,8 +10,16 @@ from torch import Tensor, nn
 from dualres import ops
 from dualres.ops.reference import wide
 from dualres.residual.live import Live, of_streams
-from dualres.residual.pathway import History, Pathway, Place
+from dualres.residual.pathway import History, Options, Pathway, Place
 from dualres.residual.route import Route
+
+
+@dataclass(frozen=True)
+class RetrievalOptions(Options):
+    """What all methods with depth retrieval have."""
+
+    share_parameters: bool = True
+    """branches of one kind in a block (attention, feed-forward) share one set of parameters; false: each has its own"""
 
 
 class State(NamedTuple):

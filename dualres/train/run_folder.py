@@ -11,7 +11,6 @@ RUN/config.json      the experiment, the data, the version of dualres, the model
     lock             held while a process trains
 """
 
-import dataclasses
 import json
 import shutil
 from collections.abc import Set
@@ -135,7 +134,7 @@ def read_config(folder: Path) -> Config:
 
 def _as_data(config: Config) -> dict[str, Any]:
     """As it comes back from JSON."""
-    return json.loads(json.dumps(dataclasses.asdict(config)))
+    return json.loads(json.dumps(config.to_dict()))
 
 
 def _differences(before: Any, now: Any, free: Set[str], where: str = "") -> list[tuple[str, Any, Any]]:
