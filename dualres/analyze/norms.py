@@ -7,7 +7,7 @@ from torch import Tensor
 
 from dualres.analyze.taps import Site, Watcher
 from dualres.analyze.token_means import Means
-from dualres.ops.reference import wide
+from dualres.ops.reference import to_accumulation_dtype
 from dualres.residual.pathway import History, Pathway
 
 
@@ -41,4 +41,4 @@ class Norms(Watcher):
 
 def _sizes(state: Tensor) -> Tensor:
     """(J,B,T,D) -> (J,B·T)"""
-    return wide(state).square().mean(-1).sqrt().flatten(1)
+    return to_accumulation_dtype(state).square().mean(-1).sqrt().flatten(1)

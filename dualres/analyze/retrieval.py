@@ -35,12 +35,12 @@ class DepthWeights(Watcher):
         candidates = [*history, *([] if live is None else [live])]
         if query is None:  # H_0 alone, and so no query
             query = candidates[0].new_zeros(len(pathway.route.key), candidates[0].shape[-1])
-        self._add(site.branch, ops.depth_weights(candidates, query[None], pathway.route, pathway.eps))
+        self._add(site.branch, ops.depth_weights(candidates, query[None], route=pathway.route, eps=pathway.eps))
 
     def reads_out(self, readout: nn.Module, history: History) -> None:
         """The output's candidates are all of H_0 … H_N."""
         if isinstance(readout, Retrieval):
-            self._add(OUTPUT, ops.depth_weights(history, readout.queries(), readout.route, readout.eps))
+            self._add(OUTPUT, ops.depth_weights(history, readout.queries(), route=readout.route, eps=readout.eps))
 
     def _add(self, branch: int, weights: Tensor) -> None:
         """weights (R,1,O,B,T)"""

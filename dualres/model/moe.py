@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, one_hot, silu
 
 from dualres.model.context import Context
-from dualres.ops import full_precision, grouped_linear
+from dualres.ops import grouped_linear, no_autocast
 
 Experts = Callable[[Tensor, Tensor], Tensor]  # rows grouped by expert, rows of each -> rows
 
@@ -96,7 +96,7 @@ def product_dtype(x: Tensor) -> torch.dtype:
     return x.dtype
 
 
-@full_precision
+@no_autocast
 def router_logits(tokens: Tensor, weight: Tensor) -> Tensor:
     """In float32 at least: a rounded logit sends the token to another expert. (N,D), (E,D) -> (N,E)"""
     dtype = torch.promote_types(tokens.dtype, torch.float32)

@@ -16,11 +16,11 @@ from dualres.ops.api import (
     rms_norm,
     write,
 )
-from dualres.ops.arguments import Gate, GateParameters, Live, Norm, Prefix, Route
+from dualres.ops.arguments import GateLike, GateParameters, Live, Norm, Prefix, Route
 from dualres.ops.grouped import grouped_linear
 
 __all__ = [
-    "Gate",
+    "GateLike",
     "GateParameters",
     "Live",
     "Norm",

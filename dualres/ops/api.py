@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from dualres.ops import autograd, checks, dispatch, reference
-from dualres.ops.arguments import Gate, HyperReadArguments, Live, Norm, Prefix, ReadArguments, Route
+from dualres.ops.arguments import GateLike, HyperReadArguments, Live, Norm, Prefix, ReadArguments, Route
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 def no_autocast(function: Callable[P, T]) -> Callable[P, T]:
-    """`function` with autocast off: depth scores, gates and routers are float32 inside a bfloat16 autocast region too."""
+    """Run `function` with autocast off: depth scores and gates are float32 inside a bfloat16 autocast region too."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -68,7 +68,7 @@ def gated_read(
     live: Live | None,
     *,
     query: Tensor | None,
-    gates: Sequence[Gate],
+    gates: Sequence[GateLike],
     route: Route,
     eps: float,
     norm: Norm | None,
@@ -88,7 +88,7 @@ def gated_read(
 
 
 def hyper_read(
-    live: Live, *, gates: Sequence[Gate], steps: int, eps: float, norm: Norm | None
+    live: Live, *, gates: Sequence[GateLike], steps: int, eps: float, norm: Norm | None
 ) -> tuple[Tensor, Live]:
     """The branch input of mHC, Σ_j H_pre^j X^j, and the live streams with the coefficients [H_res C, H_post].
 
@@ -129,8 +129,8 @@ def rms_norm(stream: Tensor, norm: Norm | None) -> Tensor:
         checks.rms_norm(stream, norm.weight)
         wide = reference.to_accumulation_dtype(stream.squeeze(0))
         return no_autocast(reference.rms_norm)(wide, norm).to(stream.dtype)
-    log_partition = stream.new_empty(stream.shape[:-1], dtype=torch.float32)  # which a read without a live state ignores
-    return read(Prefix(stream, log_partition), None, query=None, route=Route((0,), (0,)), eps=0.0, norm=norm)
+    unused = stream.new_empty(stream.shape[:-1], dtype=torch.float32)  # without a live state nothing is merged
+    return read(Prefix(stream, unused), None, query=None, route=Route((0,), (0,)), eps=0.0, norm=norm)
 
 
 @no_autocast
@@ -141,7 +141,7 @@ def depth_weights(candidates: Sequence[Tensor], queries: Tensor, *, route: Route
 
 
 @no_autocast
-def gate_logits(streams: Tensor, gate: Gate, eps: float) -> Tensor:
+def gate_logits(streams: Tensor, gate: GateLike, eps: float) -> Tensor:
     """`reference.gate_logits`."""
     checks.gate_logits(streams, _flat([gate]))
     return reference.gate_logits(streams, gate, eps)
@@ -156,7 +156,7 @@ def _read_arguments(
     prefix: Prefix,
     live: Live | None,
     query: Tensor | None,
-    gates: Sequence[Gate],
+    gates: Sequence[GateLike],
     route: Route,
     eps: float,
     norm: Norm | None,
@@ -181,7 +181,7 @@ def _fit_for_kernel(given: ReadArguments) -> ReadArguments:
     )
 
 
-def _flat(gates: Sequence[Gate]) -> list[Tensor]:
+def _flat(gates: Sequence[GateLike]) -> list[Tensor]:
     return [parameter for gate in gates for parameter in (gate.weight, gate.scale, gate.bias)]
 
 

@@ -31,7 +31,7 @@ class Live(NamedTuple):
     coefficients: Tensor  # (K,J,B,T) float32
 
 
-class Gate(Protocol):
+class GateLike(Protocol):
     """scale · (x̄ W) + bias: a module or tuple with these tensors."""
 
     @property

@@ -54,14 +54,14 @@ def prefix_backward(
 ) -> list[Tensor]:
     """The gradients of `prefix`. -> history R × (J,B,T,D), queries (U,O,D)"""
     given = (d_retrieved, d_log_partition, history, queries, log_partition, logits, norms, key, value)
-    checks.prefix_backward(*given, exact=True)
+    checks.prefix_backward(*given)
     return dispatch.kernels(queries).prefix_backward(*given)
 
 
 @prefix_backward.register_fake
-def _(d_retrieved: list[Tensor], d_log_partition: list[Tensor], *saved: Any) -> list[Tensor]:
-    checks.prefix_backward(d_retrieved, d_log_partition, *saved, exact=True)
-    history, queries, *_ = saved
+def _(*given: Any) -> list[Tensor]:
+    checks.prefix_backward(*given)
+    _, _, history, queries, *_ = given
     return [*(_like(state) for state in history), _like(queries)]
 
 

@@ -41,22 +41,25 @@ def prefix_backward(
     norms: Tensor,
     key: Sequence[int],
     value: Sequence[int],
-    exact: bool,
 ) -> None:
     """As `prefix` takes them and makes them; the gradients are like what they are of."""
-    prefix(history, queries, key, value, exact)
+    prefix(history, queries, key, value, exact=True)
     state, (sets, outputs, width) = history[0], queries.shape
     streams, *tokens = state.shape[:-1]
-    for name, given in (("d_retrieved", d_retrieved), ("d_log_partition", d_log_partition), ("log_partition", log_partition)):
+    for name, given in (
+        ("d_retrieved", d_retrieved),
+        ("d_log_partition", d_log_partition),
+        ("log_partition", log_partition),
+    ):
         if len(given) != sets:
             raise ValueError(f"{name}: {len(given)} tensors are given where {sets} query sets need one each")
     for gradient in d_retrieved:
-        _fits("d_retrieved", gradient, (outputs, *tokens, width), state, exact, state.dtype)
+        _fits("d_retrieved", gradient, (outputs, *tokens, width), state, exact=True, dtype=state.dtype)
     for name, given in (("d_log_partition", d_log_partition), ("log_partition", log_partition)):
         for one in given:
-            _fits(name, one, (outputs, *tokens), state, exact)
-    _fits("logits", logits, (len(history), sets, outputs, *tokens), state, exact)
-    _fits("norms", norms, (len(history), streams, *tokens), state, exact)
+            _fits(name, one, (outputs, *tokens), state, exact=True)
+    _fits("logits", logits, (len(history), sets, outputs, *tokens), state, exact=True)
+    _fits("norms", norms, (len(history), streams, *tokens), state, exact=True)
 
 
 def read(given: ReadArguments, exact: bool) -> None:
@@ -94,7 +97,13 @@ def read_backward(d_h: Tensor, d_next_coefficients: Tensor, given: ReadArguments
     read(given, exact)
     _fits("d_h", d_h, given.retrieved.shape[1:], given.retrieved, exact, given.retrieved.dtype)
     if given.gates:
-        _fits("d_next_coefficients", d_next_coefficients, (len(given.updates) + 1, *given.log_partition.shape), given.retrieved, exact)
+        _fits(
+            "d_next_coefficients",
+            d_next_coefficients,
+            (len(given.updates) + 1, *given.log_partition.shape),
+            given.retrieved,
+            exact,
+        )
 
 
 def hyper_read(given: HyperReadArguments, exact: bool) -> None:
@@ -112,7 +121,13 @@ def hyper_read_backward(d_h: Tensor, d_next_coefficients: Tensor, given: HyperRe
     hyper_read(given, exact)
     update = given.updates[0]
     _fits("d_h", d_h, update.shape, update, exact, update.dtype)
-    _fits("d_next_coefficients", d_next_coefficients, (len(given.updates) + 1, *given.coefficients.shape[1:]), update, exact)
+    _fits(
+        "d_next_coefficients",
+        d_next_coefficients,
+        (len(given.updates) + 1, *given.coefficients.shape[1:]),
+        update,
+        exact,
+    )
 
 
 def write(updates: Sequence[Tensor], coefficients: Tensor, exact: bool) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dualres.ops.arguments import Gate, Live, Norm, Prefix, Route
+from dualres.ops.arguments import GateLike, Live, Norm, Prefix, Route
 
 
 def to_accumulation_dtype(x: Tensor) -> Tensor:
@@ -32,7 +32,8 @@ def depth_logits(state: Tensor, queries: Tensor, key: Sequence[int], eps: float)
     state (J,B,T,D), queries (U,O,D) -> (U,O,B,T)
     """
     norms = inverse_rms(state, (-1,), eps)  # (J,B,T)
-    scored = [torch.einsum("ud,...d->u...", to_accumulation_dtype(queries[:, j]), to_accumulation_dtype(state[k])) * norms[k] for j, k in enumerate(key)]
+    queries, state = to_accumulation_dtype(queries), to_accumulation_dtype(state)
+    scored = [torch.einsum("ud,...d->u...", queries[:, j], state[k]) * norms[k] for j, k in enumerate(key)]
     return torch.stack(scored, 1)
 
 
@@ -101,7 +102,7 @@ def gated_read(
     live: Live | None,
     *,
     query: Tensor | None,
-    gates: Sequence[Gate],
+    gates: Sequence[GateLike],
     route: Route,
     eps: float,
     norm: Norm | None,
@@ -123,7 +124,7 @@ def gated_read(
 
 
 def hyper_read(
-    live: Live, *, gates: Sequence[Gate], steps: int, eps: float, norm: Norm | None
+    live: Live, *, gates: Sequence[GateLike], steps: int, eps: float, norm: Norm | None
 ) -> tuple[Tensor, Live]:
     """What a branch of mHC reads, Σ_j H_pre^j X^j, and the live streams with the coefficients [H_res C, H_post].
 
@@ -139,13 +140,15 @@ def hyper_read(
     return h.to(live.updates[0].dtype), Live(live.updates, next_coefficients)
 
 
-def gate_logits(streams: Tensor, gate: Gate, eps: float) -> Tensor:
+def gate_logits(streams: Tensor, gate: GateLike, eps: float) -> Tensor:
     """scale · (x̄ W) + bias with x̄ = Norm([x⁰; x¹; …]), one weightless norm over all streams together.
 
     streams (J,B,T,D) -> (G,B,T)
     """
-    projected = torch.einsum("j...d,gjd->g...", to_accumulation_dtype(streams), to_accumulation_dtype(gate.weight)) * inverse_rms(streams, (0, -1), eps)
-    return to_accumulation_dtype(gate.scale) * projected + to_accumulation_dtype(gate.bias).view(-1, *[1] * (projected.ndim - 1))
+    weight, scale, bias = map(to_accumulation_dtype, (gate.weight, gate.scale, gate.bias))
+    projected = torch.einsum("j...d,gjd->g...", to_accumulation_dtype(streams), weight)
+    normalized = projected * inverse_rms(streams, (0, -1), eps)
+    return scale * normalized + bias.view(-1, *[1] * (projected.ndim - 1))
 
 
 def mix(weights: Tensor, streams: Tensor) -> Tensor:
@@ -191,6 +194,7 @@ def _weighted_values(weights: Tensor, candidates: Sequence[Tensor], value: Seque
     """Σ_r w_r^j v_r^j. weights (R,U,O,B,T), candidates R × (J,B,T,D) -> (U,O,B,T,D)"""
     outputs = []
     for j, v in enumerate(value):
-        terms = [w[:, j].unsqueeze(-1) * to_accumulation_dtype(state[v]) for w, state in zip(weights, candidates, strict=True)]
+        pairs = zip(weights, candidates, strict=True)
+        terms = [w[:, j].unsqueeze(-1) * to_accumulation_dtype(state[v]) for w, state in pairs]
         outputs.append(sum(terms[1:], start=terms[0]))
     return torch.stack(outputs, 1).to(candidates[0].dtype)

@@ -65,7 +65,7 @@ class Pathway(nn.Module):
     def read(self, state: Any, i: int, norm: Norm | None = None) -> tuple[Tensor, Any]:
         """The input (B,T,D) of branch i, after the branch's norm if it is given; gates of the write ride in the state.
 
-        `ops.normed` applies the norm for a pathway that does not do both in one pass.
+        `ops.rms_norm` applies the norm for a pathway that does not do both in one pass.
         """
         raise NotImplementedError
 

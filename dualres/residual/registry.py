@@ -10,12 +10,13 @@ from torch import nn
 from dualres.config.schema import ConfigError, ResidualConfig
 from dualres.config.validation import build as build_options
 from dualres.config.validation import did_you_mean
+from dualres.ops import Route
 from dualres.residual.attnres import AttnRes, ValueProjected, ValueProjectedOptions
 from dualres.residual.dual import Dual, DualOptions
 from dualres.residual.hyper_connections import HyperConnections, HyperOptions
 from dualres.residual.pathway import LastState, Options, Pathway, Place
 from dualres.residual.retrieval import Retrieval, RetrievalOptions
-from dualres.residual.route import CROSS_V, DUAL, FIXED_KV, SELF_KV, SINGLE, VALUE_PROJECTED, Route
+from dualres.residual.route import CROSS_V, DUAL, FIXED_KV, SELF_KV, SINGLE, VALUE_PROJECTED
 from dualres.residual.standard import Standard
 
 
