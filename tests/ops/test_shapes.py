@@ -1,6 +1,6 @@
 """Any token axes, as with `nn.Linear`: what a flat batch gives, in another shape; and no tokens at all."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -169,18 +169,36 @@ def test_stacks(residual: str, dtype: torch.dtype):
         torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.parametrize(
-    "residual",
-    ["dar-block", pytest.param("mhc-2", marks=pytest.mark.slow), pytest.param("attnres-full", marks=pytest.mark.slow)],
-)
-def test_compiled_stacks(residual: str):
+COMPILED = [
+    pytest.param("dar-block", ("image", "none"), id="dar-block"),
+    *[
+        pytest.param(r, tuple(SHAPES), id=f"{r}-all", marks=pytest.mark.slow)
+        for r in ("dar-block", "mhc-2", "attnres-full")
+    ],
+]
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
-    with torch._dynamo.config.patch(), torch._functorch.config.patch():
-        stack = stack_of(residual)
-        wanted = [step(stack, tokens) for tokens in SHAPES.values()]
-        compile_blocks(stack, backend="aot_eager", fullgraph=True)
-        for tokens, eager in zip(SHAPES.values(), wanted, strict=True):
-            assert all(torch.allclose(a, b, 1e-4, 1e-5) for a, b in zip(step(stack, tokens), eager, strict=True)), (
-                tokens
-            )
+    with torch._dynamo.config.patch(), torch._functorch.config.patch():  # what compile_blocks changes
+        yield
     torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize(("residual", "shapes"), COMPILED)
+def test_compiled_stacks(residual: str, shapes: tuple[str, ...]):
+    stack = stack_of(residual)
+    wanted = [step(stack, SHAPES[shape]) for shape in shapes]
+    compile_blocks(stack, backend="aot_eager", fullgraph=True)
+    for shape, eager in zip(shapes, wanted, strict=True):
+        assert all(torch.allclose(a, b, 1e-4, 1e-5) for a, b in zip(step(stack, SHAPES[shape]), eager, strict=True))
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_wrong_shapes_are_refused_when_code_is_traced():
+    traced = torch.compile(lambda u, c: torch.ops.dualres.write([u, u], c), backend="eager", fullgraph=True)
+    assert traced(torch.ones(3, WIDTH), torch.ones(2, 2, 3)).shape == (2, 3, WIDTH)
+    with pytest.raises(Exception, match="do not fit 2 updates"):
+        traced(torch.ones(3, WIDTH), torch.ones(2, 2, 4))
