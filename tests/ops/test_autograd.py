@@ -124,7 +124,7 @@ def check_prefix(name: str, states: int, sets: int, shape: tuple[int, int, int],
 def compare_prefix(
     history: list[Tensor],
     queries: Tensor,
-    rule: route.Route,
+    rule: ops.Route,
     dtype: torch.dtype,
     results: Callable[..., Sequence[Tensor]] = flat_prefix,
 ) -> None:

@@ -260,8 +260,8 @@ def test_inputs_that_do_not_fit_are_refused_by_name():
     stored = Prefix(torch.randn(2, *TOKENS, WIDTH), torch.randn(2, *TOKENS))
     one = Prefix(*(x[:1] for x in stored))
     live = Live(tuple(rows), weights)
+    wrong = (alpha, beta._replace(bias=torch.zeros(3)))
     with pytest.raises(ValueError, match=r"a gate's bias of shape \(3,\)"):
-        wrong = (alpha, beta._replace(bias=torch.zeros(3)))
         ops.gated_read(stored, None, query=None, gates=wrong, norm=None, **DUAL)
     with pytest.raises(ValueError, match="the route has 2 output streams, and 1 are retrieved"):
         ops.gated_read(one, None, query=None, gates=(alpha, beta), norm=None, **DUAL)
@@ -280,8 +280,8 @@ def test_inputs_that_do_not_fit_are_refused_by_name():
         ops.write(Live(tuple(rows[:2]), weights))
     with pytest.raises(ValueError, match="updates: all must have one shape"):
         ops.write(Live((*rows[:2], rows[2][:, :1]), weights))
+    short = Prefix(rows[0][None, :, :1], weights[:1, 0, :, :1])
     with pytest.raises(ValueError, match="retrieved state and updates: all must have one shape"):
-        short = Prefix(rows[0][None, :, :1], weights[:1, 0, :, :1])
         ops.read(short, live, query=torch.randn(1, WIDTH), norm=None, **SINGLE)
 
 
