@@ -29,6 +29,17 @@ def no_autocast(function: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
+class Equations:
+    """The equations, with autocast off."""
+
+    prefix = staticmethod(no_autocast(reference.prefix))
+    read = staticmethod(no_autocast(reference.read))
+    gated_read = staticmethod(no_autocast(reference.gated_read))
+    hyper_read = staticmethod(no_autocast(reference.hyper_read))
+    write = staticmethod(no_autocast(reference.write))
+    rms_norm = staticmethod(no_autocast(reference.rms_norm))
+
+
 def prefix(history: Sequence[Tensor], queries: Tensor, *, route: Route, eps: float) -> tuple[Prefix, ...]:
     """Phase 1, once per block: what the history alone gives every query set.
 
@@ -37,7 +48,7 @@ def prefix(history: Sequence[Tensor], queries: Tensor, *, route: Route, eps: flo
     _nonempty("history", history)
     if dispatch.kind(history[0]) == "reference":
         checks.prefix(history, queries, *route, exact=False)
-        return no_autocast(reference.prefix)(history, queries, route=route, eps=eps)
+        return Equations.prefix(history, queries, route=route, eps=eps)
     run = autograd.prefix if _recorded(history[0]) else autograd.run_prefix
     found = run(_contiguous(history), _float32(queries), list(route.key), list(route.value), eps)
     sets = len(queries)
@@ -58,7 +69,7 @@ def read(
     given = _read_arguments(prefix, live, query, (), route, eps, norm)
     if dispatch.kind(prefix.retrieved) == "reference":
         checks.read(given, exact=False)
-        return no_autocast(reference.read)(prefix, live, query=query, route=route, eps=eps, norm=norm)
+        return Equations.read(prefix, live, query=query, route=route, eps=eps, norm=norm)
     run = autograd.read if _recorded(prefix.retrieved) else autograd.run_read
     return run(*_fit_for_kernel(given))[0]
 
@@ -80,8 +91,7 @@ def gated_read(
     given = _read_arguments(prefix, live, query, gates, route, eps, norm)
     if dispatch.kind(prefix.retrieved) == "reference":
         checks.read(given, exact=False)
-        equations = no_autocast(reference.gated_read)
-        return equations(prefix, live, query=query, gates=gates, route=route, eps=eps, norm=norm)
+        return Equations.gated_read(prefix, live, query=query, gates=gates, route=route, eps=eps, norm=norm)
     run = autograd.read if _recorded(prefix.retrieved) else autograd.run_read
     h, next_coefficients = run(*_fit_for_kernel(given))
     return h, Live(live.updates if live else (), next_coefficients)
@@ -99,7 +109,7 @@ def hyper_read(
     given = HyperReadArguments(list(live.updates), live.coefficients, _flat(gates), weight, steps, eps, norm_eps)
     if dispatch.kind(live.updates[0]) == "reference":
         checks.hyper_read(given, exact=False)
-        return no_autocast(reference.hyper_read)(live, gates=gates, steps=steps, eps=eps, norm=norm)
+        return Equations.hyper_read(live, gates=gates, steps=steps, eps=eps, norm=norm)
     fit = given._replace(
         updates=_contiguous(given.updates),
         coefficients=_float32(given.coefficients),
@@ -116,7 +126,7 @@ def write(live: Live) -> Tensor:
     _nonempty("live.updates", live.updates)
     if dispatch.kind(live.updates[0]) == "reference":
         checks.write(*live, exact=False)
-        return no_autocast(reference.write)(live)
+        return Equations.write(live)
     run = autograd.write if _recorded(live.updates[0]) else autograd.run_write
     return run(_contiguous(live.updates), _float32(live.coefficients))
 
@@ -128,7 +138,7 @@ def rms_norm(stream: Tensor, norm: Norm | None) -> Tensor:
     if dispatch.kind(stream) == "reference":
         checks.rms_norm(stream, norm.weight)
         wide = reference.to_accumulation_dtype(stream.squeeze(0))
-        return no_autocast(reference.rms_norm)(wide, norm).to(stream.dtype)
+        return Equations.rms_norm(wide, norm).to(stream.dtype)
     unused = stream.new_empty(stream.shape[:-1], dtype=torch.float32)  # without a live state nothing is merged
     return read(Prefix(stream, unused), None, query=None, route=Route((0,), (0,)), eps=0.0, norm=norm)
 
