@@ -29,7 +29,7 @@ from dualres.config.schema import Config
 from dualres.model.generation import generate
 from dualres.ops import dispatch
 from dualres.plan.run_memory import Live
-from dualres.train.engines.base import Micro, TorchEngine
+from dualres.train.engines.base import MicroBatch, TorchEngine
 from dualres.train.engines.build import build_engine
 from dualres.train.process_group import World, join_world
 from dualres.util.tables import table
@@ -127,7 +127,7 @@ class Contender:
 
     def step(self) -> None:
         """Forward, backward, update."""
-        self.engine.accumulate([Micro(self.sequences, 1.0)])
+        self.engine.accumulate([MicroBatch(self.sequences, 1.0)])
         self.engine.update(self.config.train.learning_rate, self.config.train.clip)
         self.finish()
 

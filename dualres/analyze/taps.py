@@ -6,7 +6,8 @@ with replacing(block, i, lambda streams: 0 * streams):   # an intervention, righ
     decoder(tokens)
 
 Taps may stand around each other, the one that was put on last outermost: a watcher put on after an intervention sees
-what it made of the streams.
+what it made of the streams. They are no part of the model: names and `state_dict` stay, and a copy or a pickle that is
+made meanwhile has none.
 """
 # B batch  T tokens  D width  J streams
 
@@ -65,13 +66,11 @@ class Watcher:
         """The output is about to be made of the history."""
 
 
-class Tap(Pathway):
+class Tap:
     """A pathway around another, which does all the work."""
 
-    def __init__(self, pathway: Pathway):
-        super().__init__()
+    def __init__(self, pathway: "Pathway | Tap"):
         self.pathway = pathway
-        self.keeps_history = pathway.keeps_history
 
     def open(self, history: History) -> Any:
         """As the pathway does."""
@@ -114,7 +113,7 @@ class Seen(NamedTuple):
 class Watched(Tap):
     """Tells watchers of everything that happens."""
 
-    def __init__(self, pathway: Pathway, watchers: Sequence[Watcher], block: int, first: int):
+    def __init__(self, pathway: Pathway | Tap, watchers: Sequence[Watcher], block: int, first: int):
         super().__init__(pathway)
         self.watchers, self.block, self.first = watchers, block, first
 
@@ -168,7 +167,7 @@ class Watched(Tap):
 class Replaced(Tap):
     """Changes the live streams right after the write of one branch."""
 
-    def __init__(self, pathway: Pathway, at: int, change: Change):
+    def __init__(self, pathway: Pathway | Tap, at: int, change: Change):
         super().__init__(pathway)
         self.at, self.change = at, change
 
@@ -188,27 +187,37 @@ class Replaced(Tap):
         return self.pathway.with_streams(state, changed)
 
 
+class Hook:
+    """A forward pre-hook that tells others; in a copy of the module it tells no one."""
+
+    def __init__(self, *told: Callable[[Any, Any], None]):
+        self.told = told
+
+    def __call__(self, module: nn.Module, given: Any) -> None:
+        """The module is about to run."""
+        for tell in self.told:
+            tell(module, given)
+
+    def __reduce__(self) -> tuple[type["Hook"], tuple[()]]:
+        return Hook, ()
+
+
 @contextmanager
 def watching(stack: ResidualStack, *watchers: Watcher) -> Iterator[None]:
     """Tell the watchers of every forward pass of the stack; no bit of it changes."""
-    blocks, pathways = list(stack), [block.pathway for block in stack]
+    blocks, taps = list(stack), [block.tap for block in stack]
     _refuse_compiled(blocks)
-
-    def reads_out(readout: nn.Module, history: History) -> None:
-        for watcher in watchers:
-            watcher.reads_out(readout, history)
-
-    hook = stack.readout.register_forward_pre_hook(reads_out)
+    hook = stack.readout.register_forward_pre_hook(Hook(*(watcher.reads_out for watcher in watchers)))
     first = 0
     try:
         for number, block in enumerate(blocks):
-            block.pathway = Watched(block.pathway, watchers, number, first)
+            block.tap = Watched(block.tap or block.pathway, watchers, number, first)
             first += len(block.branches)
         yield
     finally:
         hook.remove()
-        for block, pathway in zip(blocks, pathways, strict=True):
-            block.pathway = pathway
+        for block, tap in zip(blocks, taps, strict=True):
+            block.tap = tap
 
 
 @contextmanager
@@ -217,23 +226,25 @@ def replacing(block: ResidualBlock, i: int, change: Change) -> Iterator[None]:
     _refuse_compiled([block])
     if not 0 <= i < len(block.branches):
         raise ValueError(f"the block has no branch {i}: use 0 to {len(block.branches) - 1}")
-    pathway = block.pathway
-    block.pathway = Replaced(pathway, i, change)
+    tap = block.tap
+    block.tap = Replaced(tap or block.pathway, i, change)
     try:
         yield
     finally:
-        block.pathway = pathway
+        block.tap = tap
 
 
 @contextmanager
 def eager(stack: ResidualStack) -> Iterator[None]:
     """Run blocks that `compile_blocks` compiled without their compiled code, which no tap can look into."""
-    compiled = {block: block.__dict__.pop("run") for block in stack if "run" in block.__dict__}
+    compiled = {block: block.compiled_run for block in stack}
     try:
+        for block in compiled:
+            block.compiled_run = None
         yield
     finally:
         for block, run in compiled.items():
-            block.run = run  # type: ignore[method-assign]
+            block.compiled_run = run
 
 
 def stream_count(stack: ResidualStack) -> int:
@@ -249,5 +260,5 @@ COMPILED = (
 
 
 def _refuse_compiled(blocks: Sequence[ResidualBlock]) -> None:
-    if any("run" in block.__dict__ for block in blocks):
+    if any(block.compiled_run is not None for block in blocks):
         raise ValueError(COMPILED)

@@ -121,5 +121,7 @@ class LastState(nn.Module):
 
 
 def embed(embedding: Tensor, streams: int) -> History:
-    """H_0: the embedding in each of J streams. (B,T,D) -> one state (J,B,T,D)"""
+    """H_0: the embedding in each of J streams. (B,T,D), or any other token axes -> one state (J,B,T,D)"""
+    if embedding.ndim == 0:
+        raise ValueError("the embedding is a single number: it must be (…, width)")
     return (embedding.expand(streams, *embedding.shape).contiguous(),)

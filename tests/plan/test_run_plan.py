@@ -166,7 +166,7 @@ def test_a_run_that_goes_on(whole: Path, data: Path, elsewhere: Path, capsys: py
     shutil.rmtree(checkpoint.found(folder / run_folder.CHECKPOINTS)[-1])
     assert planned_folder(folder, data, capsys) == ("ok", f"{folder} goes on from step-000000036 of 40 steps")
     assert planned_folder(folder, data, capsys, train__recompute="full")[0] == "ok"  # computes the same
-    with run_folder.alone(folder):
+    with run_folder.lock_run(folder):
         state, says = planned_folder(folder, data, capsys)
     assert (state, says) == ("problem", f"another process trains in {folder}: wait for it, or use a new folder")
 
