@@ -35,9 +35,9 @@ $ dualres describe 0.1b dar-block --set residual.branches_per_block=8 --set mode
 
 The scale's file comes first, then the residual's, then each `--set`, left to right. A file may
 start with `base: NAME` (or a path relative to its own folder) and change only what differs. `null`
-unsets a key that may be `null`. An invalid key or value is an error that names the key, the value and the
-remedy, with exit code 2. Values are also checked against each other before a run starts, such as
-heads, experts and layers against the ranks that they are distributed over.
+unsets a key that may be `null`. An invalid key or value is an error that names the key, the value
+and the remedy, with exit code 2. Values are also checked against each other before a run starts,
+such as heads, experts and layers against the ranks that they are distributed over.
 """
 
 

@@ -294,7 +294,7 @@ def test_training_from_a_folder_reads_its_model_and_nothing_else(made: Made, tmp
     export(made.folder / "dar-block", tmp_path / "out")
     start = read_start(tmp_path / "out")
     for override in ("residual.method=dar-selfkv", "model.rope_base=5", "residual.gate_scale=1"):
-        with pytest.raises(ConfigError, match="stays what it is"):
+        with pytest.raises(ConfigError, match="existing model cannot be changed"):
             load_recipe("nano", start.model, start.residual, [override])
     assert load_recipe("nano", start.model, start.residual, ["model.context=16"]).model.context == 16
     shutil.copyfile(tmp_path / "out" / "model.safetensors", tmp_path / "out" / "backup.safetensors")
