@@ -12,8 +12,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
 from dualres.hub.hf_config import DualResConfig
+from dualres.model.attention import RouterReport
 from dualres.model.block import recompute_blocks
-from dualres.model.context import RouterReport
 from dualres.model.decoder import Decoder, reset_module
 from dualres.residual import registry
 

@@ -128,7 +128,7 @@ def test_not_an_index(folder: Path, content: str):
 
 
 def test_no_index(tmp_path: Path):
-    with pytest.raises(DataError, match=f"{tmp_path} has no index.json: make it with `dualres prepare SOURCE"):
+    with pytest.raises(DataError, match=f"{tmp_path} has no index.json: create it with `dualres prepare SOURCE"):
         read_index(tmp_path)
 
 

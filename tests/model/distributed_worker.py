@@ -23,8 +23,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from dualres.config.schema import MoEConfig
-from dualres.model.attention import Attention
-from dualres.model.context import RouterReport
+from dualres.model.attention import Attention, RouterReport
 from dualres.model.decoder import Decoder
 from tests.small import FEEDFORWARDS, RESIDUALS, model_config, random_tokens, relative_error, stirred
 

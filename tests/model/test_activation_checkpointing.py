@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
+from dualres.model.attention import RouterReport
 from dualres.model.block import recompute_blocks
-from dualres.model.context import RouterReport
 from dualres.model.decoder import Decoder
 from tests.small import FEEDFORWARDS, RESIDUALS, model_config, next_token_loss, random_tokens, stirred
 

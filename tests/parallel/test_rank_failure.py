@@ -47,7 +47,7 @@ def run(data: Path, folder: Path, **changes: Any) -> int:
 def all_name(lost: int, folder: Path) -> bool:
     """Whether every other rank has said who is lost."""
     others = set(range(RANKS)) - {lost}
-    return all(f"rank {lost} of 4 no longer answers: rank {rank} stops too" in said(folder) for rank in others)
+    return all(f"rank {lost} of 4 no longer responds: rank {rank} stops too" in said(folder) for rank in others)
 
 
 def rows(folder: Path) -> int:
@@ -145,6 +145,6 @@ def test_two_agents_start_again(data: Path, tmp_path: Path, monkeypatch: pytest.
     finally:
         for process in agents:
             kill_all(process)
-    assert "rank 0 of 2 no longer answers: rank 1 stops too" in said(folder)
+    assert "rank 0 of 2 no longer responds: rank 1 stops too" in said(folder)
     assert "resumed from" in said(folder)
     assert metrics(folder) == metrics(whole)

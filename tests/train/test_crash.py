@@ -116,7 +116,7 @@ def test_a_folder_in_use_is_refused_by_all_ranks_at_once(data: Path, tmp_path: P
     with run_folder.lock_run(folder):
         process = launch(data, folder, ranks=2, program="tests.parallel.fault_worker")
         assert process.wait(DEADLINE) == 1
-    refusal = f"another process trains in {folder}: wait for it, or use a new folder"
+    refusal = f"another process is training in {folder}: wait for it, or use a new folder"
     assert f"dualres: {refusal}\n" in said(folder)
     assert f"dualres, rank 1: {refusal}\n" in said(folder)
     assert "Connection closed by peer" not in said(folder)
@@ -156,7 +156,7 @@ def test_a_full_disk_for_tensorboard(data: Path, whole: Path, tmp_path: Path):
 
     process = launch(data, folder, limit=limit_files, train__checkpoint_every=100, train__validate_every=100)
     assert process.wait(DEADLINE) == 1  # the checkpoint at the end does not fit either
-    assert f"{folder / 'tensorboard'} cannot be written ([Errno 27] File too large): going on" in said(folder)
+    assert f"{folder / 'tensorboard'} cannot be written ([Errno 27] File too large): continuing" in said(folder)
     assert len([row for row in rows(folder) if "loss" in row]) == STEPS
 
 

@@ -194,11 +194,11 @@ def other_weights(layout: Layout, folder: Path) -> list[str]:
     misshapen = {**state, "norm.weight": torch.ones(8)}
     headless = GPTModel(gpt.config, gpt.transformer_layer_spec, **gpt_options(decoder.config), pre_process=False)
     for name, model, given, words in (
-        ("lacking", gpt, lacking, "norm.weight is missing in the weights given"),
+        ("lacking", gpt, lacking, "norm.weight is missing in the state dict"),
         ("foreign", gpt, {**state, "norm.bias": torch.ones(8)}, "norm.bias is missing in the Megatron model"),
         ("misshapen", gpt, misshapen, "decoder.final_layernorm.weight is (32,) in the Megatron model and (8,) in"),
         ("padded", gpt, with_vocabulary(state, 128), "import `with_vocabulary(state, 96)`"),
-        ("headless", headless, state, "pre_process=False of the Megatron model"),
+        ("headless", headless, state, "pre_process=False leaves out"),
     ):
         try:
             import_weights(model, given)
