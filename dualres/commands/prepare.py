@@ -1,6 +1,7 @@
 """`dualres prepare`: text to token shards."""
 
 import argparse
+import dataclasses
 import time
 from pathlib import Path
 from typing import Any
@@ -58,16 +59,7 @@ def add(commands: Any) -> None:
 
 
 def _prepare(given: argparse.Namespace) -> int:
-    settings = Settings(
-        given.source,
-        given.tokenizer,
-        given.field,
-        given.subset,
-        given.split,
-        given.end_of_text,
-        given.held_out,
-        given.shard_tokens,
-    )
+    settings = Settings(**{field.name: getattr(given, field.name) for field in dataclasses.fields(Settings)})
     index = prepare_with_progress(settings, given.out)
     for split in ("train", "validation"):
         parts = index.shards(split)

@@ -1,5 +1,6 @@
 """Documents to token shards: streamed, on all cores, and resumed after an interruption."""
 
+import contextlib
 import dataclasses
 import hashlib
 import itertools
@@ -72,9 +73,8 @@ def prepare(settings: Settings, out: Path, report: Callable[[Report], None] = la
         raise DataError(f"{out} is inside its source {settings.source}: write the shards to another folder")
     out.mkdir(parents=True, exist_ok=True)
     check_folder(out)
-    if (out / shards.INDEX).exists():
-        return _prepare(settings, parts, out, report)
-    with locked(out, DataError(f"another process is preparing {out}: wait for it, or use a new folder")):
+    busy = DataError(f"another process is preparing {out}: wait for it, or use a new folder")
+    with contextlib.nullcontext() if (out / shards.INDEX).exists() else locked(out, busy):
         return _prepare(settings, parts, out, report)
 
 
@@ -165,24 +165,23 @@ def _documents(parts: Sequence[SourcePart], start: SourcePosition) -> Iterator[D
 def _encoded(
     documents: Iterator[Document], tokenizer: Tokenizer, counter: _Counter
 ) -> Iterator[tuple[Document, Tokens]]:
-    for batch, tokens in _tokenized(_batches(documents), tokenizer):
+    for batch, future in _submitted(documents, tokenizer):
+        tokens = future.result()
         yield from zip(batch, tokens, strict=True)
         counter.add(batch, sum(map(len, tokens)) + len(batch))
 
 
-def _tokenized(
-    batches: Iterator[list[Document]], tokenizer: Tokenizer
-) -> Iterator[tuple[list[Document], list[Tokens]]]:
+def _submitted(
+    documents: Iterator[Document], tokenizer: Tokenizer
+) -> Iterator[tuple[list[Document], Future[list[Tokens]]]]:
     """Reads and tokenizes the next batches while one is written."""
     with ThreadPoolExecutor(BATCHES_AHEAD) as pool:
         waiting: deque[tuple[list[Document], Future[list[Tokens]]]] = deque()
-        for batch in batches:
+        for batch in _batches(documents):
             waiting.append((batch, pool.submit(tokenizer.encode_batch, [document.text for document in batch])))
             if len(waiting) > BATCHES_AHEAD:
-                ready, tokens = waiting.popleft()
-                yield ready, tokens.result()
-        for ready, tokens in waiting:
-            yield ready, tokens.result()
+                yield waiting.popleft()
+        yield from waiting
 
 
 def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:

@@ -90,7 +90,8 @@ class DualResForCausalLM(PreTrainedModel, GenerationMixin):
         )
         moe = self.decoder.config.moe
         report = None if moe is None else RouterReport(attached=labels is None)
-        hidden = self.decoder.states(embedding, position_ids, mask, past_key_values, report)
+        context = self.decoder.context(embedding, position_ids, mask, past_key_values, report)
+        hidden = self.decoder.norm(self.decoder.stack(embedding, context=context))
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.decoder.vocabulary.logits(hidden[:, kept])
         loss = None

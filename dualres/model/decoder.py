@@ -114,21 +114,7 @@ class Decoder(nn.Module):
             attention_mask = attention_mask.bool()
             positions = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, past:]
         mask = causal_mask(length, past, attention_mask, documents, tokens.device)
-        return self.states(self.vocabulary.embed(tokens), positions, mask, cache, report)
-
-    def states(
-        self,
-        embedding: Tensor,
-        positions: Tensor,
-        mask: Tensor | None,
-        cache: Cache | None = None,
-        report: RouterReport | None = None,
-    ) -> Tensor:
-        """`hidden` for callers with their own embeddings, positions and mask. (B,T,D) -> (B,T,D)
-
-        positions (B or 1,T), mask (B or 1,1,T,P): True where a token may attend; None if it is causal with nothing
-        cached, or for a single token
-        """
+        embedding = self.vocabulary.embed(tokens)
         return self.norm(self.stack(embedding, context=self.context(embedding, positions, mask, cache, report)))
 
     def context(
@@ -139,7 +125,11 @@ class Decoder(nn.Module):
         cache: Cache | None = None,
         report: RouterReport | None = None,
     ) -> Context:
-        """The branches' argument, for callers that run the blocks one by one."""
+        """The branches' argument, also for callers with their own embeddings, positions and mask.
+
+        embedding (B,T,D), positions (B or 1,T), mask (B or 1,1,T,P): True where a token may attend; None if it is
+        causal with nothing cached, or for a single token
+        """
         precise, config = torch.promote_types(embedding.dtype, torch.float32), self.config
         frequencies = rotary_frequencies(
             self.head_width, config.rope_base, config.rope_scaling, precise, embedding.device

@@ -49,7 +49,7 @@ class Checkpoints:
             raise RuntimeError(f"{self.failure}; the ranks can no longer save together")
         copy = DefaultStager(StagingOptions(False, False, False, False)).stage(tensors)
         self.world.busy.set()
-        self.saving = threading.Thread(target=self._write_in_background, args=(step, copy, state), name="checkpoint")
+        self.saving = threading.Thread(target=self._write, args=(step, copy, state), name="checkpoint")
         self.saving.start()
 
     def wait(self) -> None:
@@ -86,12 +86,6 @@ class Checkpoints:
         shares = self.world.gather_or_raise(lambda: damage(checkpoint, self.world))
         return [fault for share in shares for fault in share]
 
-    def _write_in_background(self, *given: Any) -> None:
-        try:
-            self._write(*given)
-        finally:
-            self.world.busy.clear()
-
     def _write(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
         target = self.folder / step_name(step)
         partial = partial_of(target)
@@ -115,9 +109,11 @@ class Checkpoints:
                 shutil.rmtree(partial, ignore_errors=True)
                 disk = "; is the disk full?" if isinstance(_root_cause(error), OSError) else ""
                 self.say(f"{self.failure}. Earlier checkpoints are unchanged{disk}")
-            return
-        if leads:
-            self._remove_old(state)
+        else:
+            if leads:
+                self._remove_old(state)
+        finally:
+            self.world.busy.clear()
 
     def _begin(self, partial: Path) -> None:
         shutil.rmtree(partial, ignore_errors=True)

@@ -1,6 +1,6 @@
 """Builds the engine that a config asks for."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -50,7 +50,17 @@ def engine_mesh(config: Config, processes: int) -> Mesh:
 
 def build_engine(config: Config, world: World, end_of_text: int) -> Engine:
     """The model of `config` with new weights, in its engine."""
-    return ENGINES[engine_name(config, world.size)](config, world, end_of_text)
+    name = engine_name(config, world.size)
+    if name == "fsdp2":
+        return _fsdp2(config, world, end_of_text)
+    decoder = build_decoder(config.model, config.residual, device=world.device, seed=config.train.seed)
+    objective = _objective(config, decoder, end_of_text, Mesh(data=world.size))
+    if name == "deepspeed":
+        return DeepSpeedEngine(config, world, objective)
+    if name == "single":
+        return TorchEngine(config.train, world, objective, objective)
+    devices = [world.device] if world.device.type == "cuda" else None
+    return TorchEngine(config.train, world, objective, DistributedDataParallel(objective, devices))
 
 
 def compile_mode(train: TrainConfig, mesh: Mesh) -> str:
@@ -68,22 +78,6 @@ def _objective(
     if train.compile != "off":
         compile_blocks(decoder.stack, mode=compile_mode(train, mesh))
     return Objective(decoder, train.loss_rows, end_of_text if train.documents == "isolate" else None, cross_entropy)
-
-
-def _replicated(config: Config, world: World, end_of_text: int) -> Objective:
-    decoder = build_decoder(config.model, config.residual, device=world.device, seed=config.train.seed)
-    return _objective(config, decoder, end_of_text, Mesh(data=world.size))
-
-
-def _single(config: Config, world: World, end_of_text: int) -> Engine:
-    objective = _replicated(config, world, end_of_text)
-    return TorchEngine(config.train, world, objective, objective)
-
-
-def _ddp(config: Config, world: World, end_of_text: int) -> Engine:
-    objective = _replicated(config, world, end_of_text)
-    devices = [world.device] if world.device.type == "cuda" else None
-    return TorchEngine(config.train, world, objective, DistributedDataParallel(objective, devices))
 
 
 def _fsdp2(config: Config, world: World, end_of_text: int) -> Engine:
@@ -140,15 +134,3 @@ def _shard_units(config: Config, world: World, groups: Groups, decoder: Decoder,
         fully_shard(
             unit, mesh=groups.data, mp_policy=policy, shard_placement_fn=placement, ignored_params=elsewhere or None
         )
-
-
-def _deepspeed(config: Config, world: World, end_of_text: int) -> Engine:
-    return DeepSpeedEngine(config, world, _replicated(config, world, end_of_text))
-
-
-ENGINES: dict[str, Callable[[Config, World, int], Engine]] = {
-    "single": _single,
-    "ddp": _ddp,
-    "fsdp2": _fsdp2,
-    "deepspeed": _deepspeed,
-}
