@@ -26,7 +26,7 @@ from dualres import ops
 from dualres.ops import dispatch, reference
 from dualres.ops.reference import GateParameters, Norm
 from dualres.residual.route import DUAL, SINGLE
-from dualres.train.malloc import keep_freed_memory
+from dualres.train.process_group import keep_freed_memory
 from dualres.util.tables import table
 
 EPS = 1e-6

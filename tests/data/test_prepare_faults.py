@@ -55,7 +55,9 @@ def test_a_folder_inside_its_source(source: Path):
     assert not (source / "tokens").exists()
 
 
-@pytest.mark.parametrize(("limit", "name"), [(1000, "tokenizer.json"), (20_000, "train-00000.bin")])
+@pytest.mark.parametrize(
+    ("limit", "name"), [pytest.param(1000, "tokenizer.json", marks=pytest.mark.slow), (20_000, "train-00000.bin")]
+)
 def test_a_full_disk_is_named(limit: int, name: str, source: Path, tmp_path: Path):
     """As on a full disk, a file that grows beyond the limit cannot be written; then there is room again."""
     out = tmp_path / "out"

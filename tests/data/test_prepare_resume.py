@@ -30,6 +30,7 @@ from tests.data.corpus import (
 )
 
 
+@pytest.mark.slow
 def test_killed_before_every_change_of_the_folder(tmp_path: Path, folder: Path, whole: Path):
     """And taken up again, it gives the same bytes."""
     wanted, stages = files(whole), set()
@@ -59,6 +60,7 @@ def test_killed_again_and_again(tmp_path: Path, folder: Path, whole: Path):
     assert files(tmp_path / "out") == files(whole)
 
 
+@pytest.mark.slow
 def test_the_command_is_killed(tmp_path: Path):
     """From outside, at any moment, as a scheduler does it."""
     source = write(tmp_path / "a.jsonl.zst", [document(number) for number in range(60)])
@@ -172,6 +174,7 @@ def test_a_shard_that_was_lost_is_named(interrupted: Path):
     assert not (interrupted / "out" / "index.json").exists()
 
 
+@pytest.mark.slow
 def test_settings_may_change_before_the_first_shard(tmp_path: Path, folder: Path, whole: Path):
     """A mistake in the first command does not spoil the folder: neither its tokenizer nor a shard stays."""
     first = settings(folder, tokenizer="bpe:290", held_out=0.9)

@@ -84,6 +84,7 @@ def test_ranks_that_do_not_come_are_named():
             agree_on_job_id(store, 0, SIZE, limit)
 
 
+@pytest.mark.slow
 def test_one_verdict_at_one_time(monkeypatch: pytest.MonkeyPatch):
     """Rank 0 notices first; rank 1 when half of the time is over, 2 after it; 3 is lost."""
     monkeypatch.setattr(failure_detection, "LOOK", 0.1)
@@ -229,6 +230,7 @@ def test_an_answer_to_the_roll_is_none_to_a_failure(monkeypatch: pytest.MonkeyPa
         answer.result(60)
 
 
+@pytest.mark.slow
 def test_a_store_that_once_did_not_reply_is_asked_again(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(failure_detection, "LOOK", 0.1)
     ended, silence = threading.Event(), iter([True, True])
@@ -360,7 +362,7 @@ def test_ranks_that_fail_leave_together(
 
 @pytest.mark.parametrize(
     ("here", "words"),
-    [([0, 2], "rank 3 of 4 no longer responds: "), ([2], "ranks 0, 3 of 4 no longer answer: ")],
+    [([0, 2], "rank 3 of 4 no longer responds: "), ([2], "ranks 0, 3 of 4 no longer respond: ")],
     ids=["one", "two"],
 )
 def test_unresponsive_ranks_are_named(here: list[int], words: str, monkeypatch: pytest.MonkeyPatch):
