@@ -25,7 +25,7 @@ from torch import Tensor
 from dualres import ops
 from dualres.ops import GateParameters, Live, Norm, Prefix, dispatch, reference
 from dualres.residual.route import DUAL, SINGLE
-from dualres.train.malloc import keep_freed_memory
+from dualres.train.process_group import keep_freed_memory
 from dualres.util.tables import table
 
 EPS = 1e-6

@@ -3,8 +3,8 @@
 from dualres.config.loading import load_config
 from dualres.config.schema import Config, ConfigError, ModelConfig, MoEConfig, ResidualConfig, TrainConfig
 from dualres.hub.register import register
+from dualres.model.attention import KVCache, RouterReport
 from dualres.model.block import ResidualBlock, ResidualStack, compile_blocks, recompute_blocks, residual_stack
-from dualres.model.context import KVCache, RouterReport
 from dualres.model.decoder import Decoder, build_decoder
 from dualres.model.generation import generate
 from dualres.util.amx import avoid_hidden_tiles

@@ -30,14 +30,13 @@ GPUS_OF_A_MACHINE = 8  # in the printed command
 
 
 def add(commands: Any) -> None:
-    """Declare it."""
     sub = arguments.command(
         commands,
         "train",
-        "train a model, or go on with an interrupted run",
-        "Train SCALE on RESIDUAL by the recipe of the scale. The same command resumes an interrupted run;\n"
-        "SIGTERM and Ctrl-C save a checkpoint first. Without --data it trains on Python's standard library.\n"
-        "--dry-run starts nothing: it prints the plan and exits with 1 if the run could not start.",
+        "train a model, or resume an interrupted run",
+        "Train SCALE with the residual method RESIDUAL by the recipe of the scale. The same command resumes an\n"
+        "interrupted run; SIGTERM and Ctrl-C save a checkpoint first. Without --data it trains on Python's standard\n"
+        "library. --dry-run trains nothing: it prints the plan and exits with 1 if the run could not start.",
         f"{arguments.known()}{arguments.OVERRIDES}\n"
         "examples:\n"
         "  dualres train nano dar-block\n"
@@ -48,15 +47,15 @@ def add(commands: Any) -> None:
     )
     arguments.experiment(sub)
     sub.add_argument("--data", metavar="D", type=Path, default=DEFAULT_DATA, help=f"prepared data ({DEFAULT_DATA})")
-    sub.add_argument("--out", metavar="RUN", type=Path, help="folder of the run (default runs/SCALE-RESIDUAL)")
+    sub.add_argument("--out", metavar="RUN", type=Path, help="run folder (default runs/SCALE-RESIDUAL)")
     sub.add_argument(
         "--from",
         dest="start",
         metavar="MODEL",
         type=Path,
-        help="begin with the weights of a converted or exported model, which also says what the model is",
+        help="start from the weights of a converted or exported model, which also defines model and residual",
     )
-    sub.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU where there is one")
+    sub.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU if there is one")
     sub.add_argument("--wandb", metavar="PROJECT", help="also log to Weights & Biases (needs dualres[wandb])")
     dry = sub.add_argument_group("without starting")
     dry.add_argument(
@@ -76,8 +75,8 @@ def _train(given: argparse.Namespace) -> int:
     for option in ("gpus", "gpu_memory", "json"):
         if getattr(given, option):
             name = option.replace("_", "-")
-            raise ConfigError(f"--{name} belongs to a plan: add --dry-run, or start so many processes with torchrun")
-    check_batch(config, world_size())  # and the mesh, before any process waits for another
+            raise ConfigError(f"--{name} needs --dry-run; to train on several GPUs, use torchrun")
+    check_batch(config, world_size())  # checks the mesh too, before any process waits for another
     with join_world(given.device) as world:
         world.on_main(lambda: ensure_default_data(given.data))
         progress = Progress(quiet=not world.is_main)
@@ -89,12 +88,12 @@ def _train(given: argparse.Namespace) -> int:
 
 
 def started(given: argparse.Namespace) -> Config:
-    """The recipe of SCALE for the model that --from names, on data of its tokenizer."""
+    """The recipe of SCALE for the model of --from, whose tokenizer the data must have."""
     start = read_start(given.start)
     _, named = load_residual(given.residual, start.model)
     if named.method != start.residual.method:
         raise ConfigError(
-            f"--from {given.start} is on {start.residual.method} and RESIDUAL is {given.residual}: name what it is on"
+            f"--from {given.start} uses {start.residual.method}, not {given.residual}: use the model's method"
         )
     check_tokens(start, given.data)
     return load_recipe(given.scale, start.model, start.residual, given.set)
@@ -140,21 +139,20 @@ def launch(given: argparse.Namespace, ranks: int) -> str:
 
 
 def ensure_default_data(data: Path) -> None:
-    """Prepare the default source where nothing else was asked for and it is not there yet."""
+    """Prepare the default data set if it is used and missing."""
     if data == DEFAULT_DATA and not (data / INDEX).exists():
-        Progress().say(f"preparing {PYTHON}, the standard library's text, in {data} (once)")
+        Progress().say(f"preparing {PYTHON}, the text of the standard library, in {data} (once)")
         prepare_with_progress(Settings(PYTHON, "bpe:4096"), data)
 
 
 def introduce(config: Config, given: argparse.Namespace, out: Path, world: World, progress: Progress) -> None:
-    """What begins, and what of the config it does not use."""
     steps, tokens = steps_of(config.train, config.model.context), config.train.global_batch * config.model.context
     progress.say(
         f"{given.scale} × {given.residual} on {given.data}: {steps:,} steps of {short(tokens)} tokens, "
         f"{world.size} × {world.device.type}, into {out}"
     )
     if given.data == DEFAULT_DATA and (other := other_dataset(config)):
-        progress.say(f"{given.data} is of {PYTHON}{other}")
+        progress.say(f"{given.data} is {PYTHON}{other}")
     unused = unused_mesh(config, engine_name(config, world.size))
     if unused is not None:
         progress.say(unused)

@@ -12,8 +12,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
 from dualres.hub.hf_config import DualResConfig
+from dualres.model.attention import RouterReport
 from dualres.model.block import recompute_blocks
-from dualres.model.context import RouterReport
 from dualres.model.decoder import Decoder, reset_module
 from dualres.residual import registry
 
@@ -90,7 +90,8 @@ class DualResForCausalLM(PreTrainedModel, GenerationMixin):
         )
         moe = self.decoder.config.moe
         report = None if moe is None else RouterReport(attached=labels is None)
-        hidden = self.decoder.states(embedding, position_ids, mask, past_key_values, report)
+        context = self.decoder.context(embedding, position_ids, mask, past_key_values, report)
+        hidden = self.decoder.norm(self.decoder.stack(embedding, context=context))
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.decoder.vocabulary.logits(hidden[:, kept])
         loss = None

@@ -5,8 +5,8 @@ import dataclasses
 from typing import NamedTuple
 
 from dualres.config.schema import Config, ParallelConfig
-from dualres.parallel.history_cache import Boundary, boundaries
 from dualres.parallel.mesh import Mesh, chunk_sizes
+from dualres.parallel.pipeline import Boundary, boundaries
 from dualres.plan.local_model import Share
 from dualres.plan.passes import Kept, Passes
 from dualres.plan.weights import Weights, units_of

@@ -179,7 +179,7 @@ def test_training_goes_on_from_a_saved_model(made: Made, tmp_path: Path):
     assert config.model.read_eps is not None
     told = Told()
     train(config, made.data, tmp_path / "run", ALONE, told, start=tmp_path / "dar")
-    assert "begins with the weights" in " ".join(told.said)
+    assert "starting from the weights" in " ".join(told.said)
     first = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])["loss"]
     fresh = json.loads((made.folder / "standard" / "metrics.jsonl").read_text().splitlines()[0])["loss"]
     assert fresh == pytest.approx(math.log(257), abs=0.2)
@@ -255,7 +255,7 @@ def test_commands(made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     began = ["--from", str(tmp_path / "dar")]
     assert cli.main(["train", "nano", "dar-block", *began, *data, *changes]) == 0
     assert cli.main(["train", "nano", "mhc-4", *began, *data, *changes]) == 2
-    assert "name what it is on" in capsys.readouterr().err
+    assert "use the model's method" in capsys.readouterr().err
 
 
 RECORDS = {

@@ -147,7 +147,7 @@ REFUSED = {
         ["--gpus", "8", "--set", "train.engine=single"],
         "use --set train.engine=fsdp2; dualres train --dry-run",
     ),
-    "context": (["--gpus", "8", "--set", "train.parallel.context=2"], "context parallelism is not built"),
+    "context": (["--gpus", "8", "--set", "train.parallel.context=2"], "context parallelism is not implemented"),
     "bandwidth": (["--gpus", "8", "--node-bandwidth", "-1"], "--node-bandwidth -1.0 is not positive"),
 }
 

@@ -112,10 +112,10 @@ def test_a_plan_that_can_start(data: Path, elsewhere: Path, capsys: pytest.Captu
 
 
 FAILING: dict[str, tuple[list[str], dict[str, Any], str, str]] = {
-    "batch": (["--gpus", "3"], {}, "batch", "train.global_batch=4 does not cut"),
-    "vocabulary": ([], {"model__vocab_size": 256}, "vocabulary", "257 entries and the model 256: set model.vocab_size"),
+    "batch": (["--gpus", "3"], {}, "batch", "train.global_batch=4 must be at least"),
+    "vocabulary": ([], {"model__vocab_size": 256}, "vocabulary", "257 tokens, more than model.vocab_size=256"),
     "processes": (["--gpus", "2"], {"train__engine": "single"}, "engine", "use ddp, fsdp2 or deepspeed"),
-    "alone": ([], {"train__engine": "fsdp2"}, "engine", "needs processes"),
+    "alone": ([], {"train__engine": "fsdp2"}, "engine", "needs several processes"),
     "stage": (["--gpus", "2"], {"train__engine": "deepspeed"}, "engine", "zero_stage=0 shards nothing"),
     "held out": (
         [],
@@ -123,7 +123,7 @@ FAILING: dict[str, tuple[list[str], dict[str, Any], str, str]] = {
         "validation",
         "too few for a sequence",
     ),
-    "missing data": (["--data", "nowhere"], {}, "data", "nowhere has no index.json: make it with `dualres prepare"),
+    "missing data": (["--data", "nowhere"], {}, "data", "nowhere has no index.json: create it with `dualres prepare"),
     "file": (["--out", "file"], {}, "run folder", "file is no folder that can be written: give another --out"),
 }
 
@@ -168,7 +168,7 @@ def test_a_run_that_goes_on(whole: Path, data: Path, elsewhere: Path, capsys: py
     assert planned_folder(folder, data, capsys, train__recompute="full")[0] == "ok"  # computes the same
     with run_folder.lock_run(folder):
         state, says = planned_folder(folder, data, capsys)
-    assert (state, says) == ("problem", f"another process trains in {folder}: wait for it, or use a new folder")
+    assert (state, says) == ("problem", f"another process is training in {folder}: wait for it, or use a new folder")
 
 
 def test_a_folder_of_another_run(whole: Path, data: Path, elsewhere: Path, capsys: pytest.CaptureFixture[str]):
@@ -176,13 +176,13 @@ def test_a_folder_of_another_run(whole: Path, data: Path, elsewhere: Path, capsy
     shutil.copytree(whole, folder)
     state, says = planned_folder(folder, data, capsys, train__learning_rate=0.02)
     assert state == "problem"
-    assert f"{folder} holds a run with another config (train.learning_rate" in says
+    assert f"the run in {folder} has another config (train.learning_rate" in says
     described = json.loads((folder / run_folder.CONFIG).read_text())
     described["data"]["content"] = "others"
     (folder / run_folder.CONFIG).write_text(json.dumps(described))
     state, says = planned_folder(folder, data, capsys)
     assert state == "problem"
-    assert "holds a run on other data" in says
+    assert "was trained on other data" in says
     (folder / run_folder.CONFIG).unlink()
     state, says = planned_folder(folder, data, capsys)
     assert state == "problem"
@@ -328,7 +328,7 @@ def test_a_start_says_which_mesh_it_does_not_use(tmp_path: Path):
 def test_a_plan_is_asked_for(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.setattr("dualres.commands.train.join_world", None)
     assert main(["train", "nano", "dar-block", *arguments]) == 2
-    assert capsys.readouterr().err.startswith(f"dualres: {arguments[0]} belongs to a plan: add --dry-run")
+    assert capsys.readouterr().err.startswith(f"dualres: {arguments[0]} needs --dry-run")
 
 
 @pytest.mark.parametrize("gpus", ["0", "-8"])

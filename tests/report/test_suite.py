@@ -89,7 +89,7 @@ def test_other_data_in_the_same_folder_are_refused(suite: Path, tmp_path: Path, 
     other = tiny_data(tmp_path, topics=50)
     given = arguments(other, suite)
     assert main(["suite", "nano", "--residuals", "standard,attnres-block", "--seeds", "0", *given]) == 1
-    assert "holds a run on other data" in capsys.readouterr().err
+    assert "was trained on other data" in capsys.readouterr().err
     assert not (suite / "nano-attnres-block-seed0").exists()
 
 
@@ -103,7 +103,7 @@ def test_other_data_in_the_same_folder_are_refused(suite: Path, tmp_path: Path, 
         (["--residuals", "standard,standard"], {}, 2, "has a value twice"),
         (["--residuals", "standard,darblock"], {}, 2, "darblock"),
         (["--processes", "0"], {}, 2, "--processes 0 is not positive"),
-        (["--processes", "3"], {}, 1, "train.global_batch=4 does not cut into micro-batches"),
+        (["--processes", "3"], {}, 1, "train.global_batch=4 must be at least"),
         (["--residuals", "dar-block,standard"], {"residual__share_parameters": "false"}, 2, "share_parameters"),
         ([], {"model__vocab_size": 100}, 1, "the tokenizer has 257 entries"),
         (["--data", "nowhere"], {}, 2, "nowhere has no index.json"),
