@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 
-from dualres.analyze.analysis_files import FOLDER, Analysis, protocol, read_analysis
+from dualres.analyze.analysis import FOLDER, Analysis, read_analysis
 from dualres.analyze.figures import Panel, Section, sections
 from dualres.report.groups import Group
 from dualres.report.html import Markup, join, svg_image, tag
@@ -23,7 +23,7 @@ def analyses(groups: Sequence[Group]) -> tuple[list[Section], list[str], list[st
             name = f"{group.scale} {group.method}" if several else group.method
             found[name] = first[1]
             used.append(f"{name} (seed {first[0].seed}, {first[0].folder.name})")
-    ways = list(dict.fromkeys(protocol(analysis) for analysis in found.values()))
+    ways = list(dict.fromkeys(analysis.protocol() for analysis in found.values()))
     return sections(found) if found else [], used, ways
 
 

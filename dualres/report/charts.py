@@ -7,7 +7,7 @@ import numpy as np
 
 from dualres.report.groups import Group
 from dualres.report.runs import Curve, Run
-from dualres.util.curves import COLOURS, STYLES, smooth
+from dualres.util.curves import COLORS, STYLES, smooth
 
 MOST_POINTS = 600  # of a curve
 UNFINISHED = len(STYLES) - 1  # the style that other methods are the last to have
@@ -18,7 +18,7 @@ class Series(NamedTuple):
     """One method's curve: tokens, the mean over seeds, their range, and single points."""
 
     name: str
-    colour: int  # of COLOURS
+    colour: int  # of COLORS
     style: int  # of STYLES
     seeds: int
     x: list[int]
@@ -69,8 +69,8 @@ def _charts(
             for ending, runs in (("", group.finished), (", unfinished", group.unfinished)):
                 there = [run for run in runs if getattr(run, line)]
                 if there:
-                    style = UNFINISHED if ending else number // len(COLOURS) % len(STYLES)
-                    look = number % len(COLOURS), style
+                    style = UNFINISHED if ending else number // len(COLORS) % len(STYLES)
+                    look = number % len(COLORS), style
                     drawn, width = _series(group.method + ending, look, there, line, points)
                     series.append(drawn)
                     windows.add(width)

@@ -7,7 +7,7 @@ import matplotlib
 import numpy as np
 
 from dualres.report.suite import Result
-from dualres.util.curves import COLOURS, STYLES, smooth
+from dualres.util.curves import COLORS, STYLES, smooth
 
 
 def draw(found: Sequence[Result], path: Path) -> list[Path]:
@@ -23,7 +23,7 @@ def draw(found: Sequence[Result], path: Path) -> list[Path]:
         methods = list(dict.fromkeys(_label(r) for r in found if r.cell.scale == scale))
         for number, method in enumerate(methods):
             group = [r for r in found if r.cell.scale == scale and _label(r) == method]
-            colour, style = COLOURS[number % len(COLOURS)], STYLES[number // len(COLOURS) % len(STYLES)]
+            colour, style = COLORS[number % len(COLORS)], STYLES[number // len(COLORS) % len(STYLES)]
             tokens, curves = smoothed(group)
             late = len(tokens) // 5
             ends += [curves[:, late:].min(), curves[:, late:].max()]

@@ -17,7 +17,7 @@ from dualres.report.paper_losses import paper_losses
 from dualres.report.runs import find_runs
 from dualres.report.static_chart import still
 from dualres.report.tables import comparison
-from dualres.util.curves import SMOOTHED
+from dualres.util.curves import WINDOW
 from dualres.util.version import VERSION
 
 _HERE = Path(__file__).parent
@@ -110,7 +110,7 @@ def _charts(drawn: Sequence[Chart], what: str, how: str = "") -> Markup:
         for chart in drawn
     ]
     hint = tag("p", how, class_="script") if how else ""
-    return join(tag("p", f"{what}: {windows} (the paper's is of {SMOOTHED})."), hint, *figures)
+    return join(tag("p", f"{what}: {windows} (the paper's is of {WINDOW})."), hint, *figures)
 
 
 def _evaluations(found: Sequence[Evaluation]) -> list[Part]:

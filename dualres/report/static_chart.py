@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
 from dualres.report.charts import Chart
-from dualres.util.curves import COLOURS, STYLES
+from dualres.util.curves import COLORS, STYLES
 
 MOST_POINTS = 200  # of a curve: it is looked at in one size
 EARLY = 1 / 5  # of the tokens: the first steep fall, which the vertical axis leaves out
@@ -20,7 +20,7 @@ def still(chart: Chart) -> str:
     start = EARLY * max(series.x[-1] for series in chart.series)
     ends: list[float] = []  # late values, for the axis
     for series in chart.series:
-        colour, style = COLOURS[series.colour], STYLES[series.style]
+        colour, style = COLORS[series.colour], STYLES[series.style]
         label = series.name.replace("$", r"\$")  # which would begin a formula
         some = slice(None, None, -max(1, len(series.x) // MOST_POINTS))  # from the end, which must be among them
         axis.plot(series.x[some], series.mean[some], style, color=colour, label=label, linewidth=1.4)

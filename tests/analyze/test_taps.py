@@ -75,7 +75,7 @@ def test_compiled_blocks():
         compile_blocks(decoder.stack)
         compiled, runs = decoder(TOKENS), [block.run for block in decoder.stack]
         for refused in (watching(decoder.stack), replacing(next(iter(decoder.stack)), 1, torch.zeros_like)):
-            with pytest.raises(ValueError, match=r"without torch\.compile, or run compiled blocks by their plain code"):
+            with pytest.raises(ValueError, match=r"without torch\.compile"):
                 refused.__enter__()
         watcher = StreamStates(4)
         with eager(decoder.stack), watching(decoder.stack, watcher):
@@ -94,7 +94,7 @@ def test_a_compiled_decoder():
     with torch.no_grad():
         wanted = compiled(TOKENS)
         with (
-            pytest.raises(Exception, match=r"analyse the model without torch\.compile"),
+            pytest.raises(Exception, match=r"without torch\.compile"),
             watching(decoder.stack, StreamStates(4)),
         ):
             compiled(TOKENS)

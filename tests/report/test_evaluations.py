@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dualres.analyze.analysis_files import Analysis, write_analysis
+from dualres.analyze.analysis import Analysis, write_analysis
 from dualres.analyze.figures import Panel, Section
 from dualres.cli import main
 from dualres.evaluate.tables import REFERENCE, tables
