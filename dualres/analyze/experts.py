@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from dualres.analyze.taps import TokenMeans
+from dualres.analyze.taps import Hook, TokenMeans
 from dualres.model.block import NormedBranch, ResidualStack
 from dualres.model.moe import MoE, router_logits
 
@@ -47,11 +47,7 @@ class RouterWatcher:
 @contextmanager
 def watching_routers(stack: ResidualStack, *watchers: RouterWatcher) -> Iterator[None]:
     """Report the input of every MoE layer to the watchers."""
-
-    def routed(module: Any, given: tuple[Any, ...]) -> None:
-        for watcher in watchers:
-            watcher.routed(module, given)
-
+    routed = Hook(*(watcher.routed for watcher in watchers))
     modules = [cast(NormedBranch, branch).module for block in stack for branch in block.branches]
     hooks = [module.register_forward_pre_hook(routed) for module in modules if isinstance(module, MoE)]
     try:

@@ -5,7 +5,8 @@ with watching(decoder.stack, watcher):                   # outputs stay bit-iden
 with replacing(block, i, lambda streams: 0 * streams):   # an intervention right after branch i writes
     decoder(tokens)
 
-Taps nest, the last one outermost: a watcher added after an intervention sees the changed streams.
+Taps nest, the last one outermost: a watcher added after an intervention sees the changed streams. They are not part of
+the model: parameter names and `state_dict` stay, and a copy or pickle made meanwhile has none.
 """
 # B batch  T tokens  D width  J streams  N tokens in all
 
@@ -93,45 +94,25 @@ class TokenMeans:
         return torch.stack([self[key] for key in self.keys()])
 
 
-class Tap(Pathway):
-    """Wraps a pathway and passes everything through."""
+class Tap:
+    """Wraps a pathway, and behaves like it but for what a subclass changes."""
 
-    def __init__(self, pathway: Pathway):
-        super().__init__()
-        self.pathway = pathway
-        self.keeps_history = pathway.keeps_history
+    def __init__(self, pathway: Any):
+        self.pathway = pathway  # or another tap
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.pathway, name)
 
     def open(self, history: History) -> Any:
         if torch.compiler.is_compiling():
             raise RuntimeError(COMPILED)
         return self.pathway.open(history)
 
-    def read(self, state: Any, i: int, norm: Norm | None = None) -> tuple[Tensor, Any]:
-        return self.pathway.read(state, i, norm)
-
-    def write(self, state: Any, i: int, update: Tensor) -> Any:
-        return self.pathway.write(state, i, update)
-
-    def close(self, state: Any) -> Tensor:
-        return self.pathway.close(state)
-
-    def streams(self, state: Any) -> Tensor | None:
-        return self.pathway.streams(state)
-
-    def with_streams(self, state: Any, live: Tensor) -> Any:
-        return self.pathway.with_streams(state, live)
-
-    def write_weights(self, state: Any) -> Tensor | None:
-        return self.pathway.write_weights(state)
-
-    def depth_weights(self, history: History, state: Any, i: int) -> Tensor | None:
-        return self.pathway.depth_weights(history, state, i)
-
 
 class Watched(Tap):
     """Reports every step of a block to its watchers."""
 
-    def __init__(self, pathway: Pathway, watchers: Sequence[Watcher], block: int, first: int):
+    def __init__(self, pathway: Any, watchers: Sequence[Watcher], block: int, first: int):
         super().__init__(pathway)
         self.watchers, self.block, self.first = watchers, block, first
 
@@ -166,7 +147,7 @@ class Watched(Tap):
 class Replaced(Tap):
     """Changes the live streams right after one branch writes."""
 
-    def __init__(self, pathway: Pathway, at: int, change: Change):
+    def __init__(self, pathway: Any, at: int, change: Change):
         super().__init__(pathway)
         self.at, self.change = at, change
 
@@ -185,27 +166,36 @@ class Replaced(Tap):
         return self.pathway.with_streams(state, changed)
 
 
+class Hook:
+    """A forward pre-hook that calls others; in a copy of the module it calls none."""
+
+    def __init__(self, *calls: Callable[[Any, Any], None]):
+        self.calls = calls
+
+    def __call__(self, module: nn.Module, given: Any) -> None:
+        for call in self.calls:
+            call(module, given)
+
+    def __reduce__(self) -> tuple[type["Hook"], tuple[()]]:
+        return Hook, ()
+
+
 @contextmanager
 def watching(stack: ResidualStack, *watchers: Watcher) -> Iterator[None]:
     """Report every forward pass of the stack to the watchers; its outputs stay bit-identical."""
-    blocks, pathways = list(stack), [block.pathway for block in stack]
+    blocks, taps = list(stack), [block.tap for block in stack]
     _refuse_compiled(blocks)
-
-    def reads_out(readout: nn.Module, history: History) -> None:
-        for watcher in watchers:
-            watcher.reads_out(readout, history)
-
-    hook = stack.readout.register_forward_pre_hook(reads_out)
+    hook = stack.readout.register_forward_pre_hook(Hook(*(watcher.reads_out for watcher in watchers)))
     first = 0
     try:
         for number, block in enumerate(blocks):
-            block.pathway = Watched(block.pathway, watchers, number, first)
+            block.tap = Watched(block.tap or block.pathway, watchers, number, first)
             first += len(block.branches)
         yield
     finally:
         hook.remove()
-        for block, pathway in zip(blocks, pathways, strict=True):
-            block.pathway = pathway
+        for block, tap in zip(blocks, taps, strict=True):
+            block.tap = tap
 
 
 @contextmanager
@@ -214,23 +204,25 @@ def replacing(block: ResidualBlock, i: int, change: Change) -> Iterator[None]:
     _refuse_compiled([block])
     if not 0 <= i < len(block.branches):
         raise ValueError(f"the block has no branch {i}: use 0 to {len(block.branches) - 1}")
-    pathway = block.pathway
-    block.pathway = Replaced(pathway, i, change)
+    tap = block.tap
+    block.tap = Replaced(tap or block.pathway, i, change)
     try:
         yield
     finally:
-        block.pathway = pathway
+        block.tap = tap
 
 
 @contextmanager
 def eager(stack: ResidualStack) -> Iterator[None]:
     """Run blocks that `compile_blocks` compiled eagerly, so that taps can see inside."""
-    compiled = {block: block.__dict__.pop("run") for block in stack if "run" in block.__dict__}
+    compiled = {block: block.compiled_run for block in stack}
     try:
+        for block in compiled:
+            block.compiled_run = None
         yield
     finally:
         for block, run in compiled.items():
-            block.run = run  # type: ignore[method-assign]
+            block.compiled_run = run
 
 
 def stream_count(stack: ResidualStack) -> int:
@@ -239,5 +231,5 @@ def stream_count(stack: ResidualStack) -> int:
 
 
 def _refuse_compiled(blocks: Sequence[ResidualBlock]) -> None:
-    if any("run" in block.__dict__ for block in blocks):
+    if any(block.compiled_run is not None for block in blocks):
         raise ValueError(COMPILED)

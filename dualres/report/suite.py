@@ -17,7 +17,7 @@ from dualres.report.groups import Group
 from dualres.report.runs import Run, read_run
 from dualres.train.engines.build import engine_name
 from dualres.train.loop import check_batch, check_vocabulary
-from dualres.train.run_folder import SUMMARY, begun, check_data, check_same
+from dualres.train.run_folder import SUMMARY, has_started, check_data, check_config
 
 
 class SuiteRun(NamedTuple):
@@ -78,8 +78,8 @@ def check(suite: Suite) -> None:
             raise ConfigError(f"two runs of the suite are called {name}: use each file once, with distinct names")
     for run in suite.runs:
         config = suite.config(run)
-        if begun(suite.out / run.name):
-            check_same(suite.out / run.name, config)
+        if has_started(suite.out / run.name):
+            check_config(suite.out / run.name, config)
 
 
 def check_start(suite: Suite) -> None:
@@ -89,7 +89,7 @@ def check_start(suite: Suite) -> None:
         return
     index = read_index(suite.data)
     for run in suite.runs:
-        if begun(suite.out / run.name):
+        if has_started(suite.out / run.name):
             check_data(suite.out / run.name, suite.data, index)
     for run in left:
         config = suite.config(run)
