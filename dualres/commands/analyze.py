@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tokenizers
-import torch
 
 from dualres.analyze import figures
 from dualres.analyze.analysis import FOLDER, Analysis, Protocol, analyze, read_analysis, write_analysis
@@ -18,17 +16,11 @@ from dualres.commands.evaluate import Named, models_of
 from dualres.config.schema import ConfigError
 from dualres.data import shards
 from dualres.data.loader import Loader
-from dualres.data.tokenizer import same_tokens
-from dualres.evaluate.subject import identity
-from dualres.hub.errors import ModelError
-from dualres.hub.export import is_run
-from dualres.hub.hf_tokenizer import load_tokenizer
-from dualres.hub.model_folder import is_ours, load_model
-from dualres.model.decoder import Decoder
-from dualres.train.load import CHOICES, load_run
+from dualres.hub.model_folder import is_exported
+from dualres.hub.open_model import open_model
 from dualres.train.metrics import METRICS, read_rows
-from dualres.train.run_folder import read_description
-from dualres.util.errors import DataError
+from dualres.train.run_folder import is_run, read_description
+from dualres.util.errors import DataError, ModelError
 from dualres.util.progress import Progress
 from dualres.util.tables import table
 from dualres.util.version import VERSION
@@ -73,7 +65,7 @@ def add(commands: Any) -> None:
         default=defaults.retrieval_sequences,
         help="for retrieval, RMS and experts, with all tokens (default 8)",
     )
-    sub.add_argument("--checkpoint", choices=CHOICES, default="last", help="of a run (default last)")
+    arguments.checkpoint(sub)
     sub.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU if available")
     sub.set_defaults(command=_analyze)
 
@@ -87,7 +79,7 @@ def _analyze(given: argparse.Namespace) -> int:
     if given.out.is_file():
         raise ConfigError(f"--out {given.out} is a file: name a folder")
     for model in models:  # fail before the first analysis, which may take long
-        if not is_run(Path(model.path)) and not is_ours(Path(model.path)):
+        if not is_run(Path(model.path)) and not is_exported(Path(model.path)):
             raise ModelError(f"{model.path} is neither a run folder nor an exported dualres model: pass one of them")
         _data_of(model, given.data)
     progress = Progress()
@@ -124,9 +116,12 @@ def _one(model: Named, given: argparse.Namespace, progress: Progress) -> Analysi
     folder, data = Path(model.path), _data_of(model, given.data)
     index = shards.read_index(data)
     progress.show(f"{model.name}  loading")
-    decoder, tokenizer = _open(folder, given.checkpoint)
-    _check_tokenizer(tokenizer, model, data, index)
-    decoder.to(_device(given.device))
+    if not is_run(folder):
+        arguments.hush()
+    opened = open_model(folder, checkpoint=given.checkpoint, device=given.device)
+    opened.require_tokenizer()
+    opened.check_tokens(data)
+    decoder = opened.decoder
     shards.verify(data, dataclasses.replace(index, train=()), decoder.config.vocab_size)
     length = given.length or min(decoder.config.context, MAX_LENGTH)
     if length > decoder.config.context:
@@ -141,9 +136,8 @@ def _one(model: Named, given: argparse.Namespace, progress: Progress) -> Analysi
             f"lower --sequences and --retrieval-sequences to {loader.windows}, or lower --length"
         )
     protocol = Protocol(given.sequences, given.last, given.retrieval_sequences)
-    dtype = next(decoder.parameters()).dtype
     key = {
-        "identity": identity(folder, given.checkpoint, str(dtype)),
+        "identity": opened.identity,
         "content": index.content,
         "length": length,
         **protocol._asdict(),
@@ -159,8 +153,8 @@ def _one(model: Named, given: argparse.Namespace, progress: Progress) -> Analysi
         "model": model.name,
         "residual": dataclasses.asdict(decoder.residual_config),
         "data": data.resolve().name,
-        "dtype": str(dtype).removeprefix("torch."),
-        "device": next(decoder.parameters()).device.type,
+        "dtype": str(opened.dtype).removeprefix("torch."),
+        "device": opened.device.type,
         "key": key,
     }
     try:
@@ -186,17 +180,6 @@ def _before(folder: Path, progress: Progress) -> Analysis | None:
         return None
 
 
-def _open(folder: Path, which: str) -> tuple[Decoder, tokenizers.Tokenizer | None]:
-    if is_run(folder):
-        loaded = load_run(folder, which)
-        return loaded.decoder.eval(), loaded.tokenizer.backend
-    if which != "last":
-        raise ModelError(f"{folder} is an exported model, not a run: --checkpoint {which} does not apply")
-    arguments.hush()
-    model = load_model(folder)
-    return model.decoder.eval(), getattr(load_tokenizer(folder), "backend_tokenizer", None)
-
-
 def _data_of(model: Named, data: Path | None) -> Path:
     """--data, or the data that the run was trained on."""
     if data is not None:
@@ -208,25 +191,6 @@ def _data_of(model: Named, data: Path | None) -> Path:
     if not found.is_dir():
         raise ConfigError(f"the training data of {model.path} are no longer in {found}: pass --data D")
     return found
-
-
-def _check_tokenizer(ours: tokenizers.Tokenizer | None, model: Named, data: Path, index: shards.Index) -> None:
-    if ours is None:
-        raise ModelError(
-            f"{model.path} has no tokenizer to compare with that of {data}: put its tokenizer.json and "
-            "tokenizer_config.json next to the weights"
-        )
-    if not same_tokens(ours, shards.read_tokenizer(data, index).backend, index.end_of_text):
-        raise DataError(
-            f"{data} was prepared with a tokenizer that differs from that of {model.path}: prepare the text with the "
-            "model's own tokenizer.json (`dualres prepare --tokenizer PATH`)"
-        )
-
-
-def _device(asked: str) -> torch.device:
-    if asked == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda: no GPU is available; use cpu")
-    return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if asked == "auto" else asked)
 
 
 def _router_curve(folder: Path) -> np.ndarray | None:

@@ -40,6 +40,10 @@ def overrides(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], help="change a key; may be repeated")
 
 
+def checkpoint(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--checkpoint", choices=("last", "best"), default="last", help="of a run (default last)")
+
+
 def hush() -> None:
     """Silence the progress bars and warnings of transformers."""
     logging = need("transformers", "hub", "this command").utils.logging

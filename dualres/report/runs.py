@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from dualres.config.schema import Config, ConfigError
 from dualres.train.metrics import METRICS, read_rows
-from dualres.train.run_folder import CONFIG, SUMMARY, read_config, read_description, read_summary
+from dualres.train.run_folder import CONFIG, SUMMARY, is_run, read_config, read_description, read_summary
 from dualres.util.errors import TrainError
 
 Curve = tuple[tuple[int, float], ...]  # tokens, value
@@ -67,7 +67,7 @@ def _run_folders(path: Path) -> list[Path]:
     if not path.is_dir():
         what = "is a file" if path.exists() else "does not exist"
         raise ConfigError(f"RUN {path} {what}: pass the folder of a run or of a suite")
-    found = [path] if _is_run(path) else sorted(filter(_is_run, path.iterdir()))
+    found = [path] if _has_metrics(path) else sorted(filter(_has_metrics, path.iterdir()))
     if not found:
         raise ConfigError(
             f"RUN {path} is not a run and contains none: `dualres train` and `dualres suite` write runs, with {CONFIG} "
@@ -76,9 +76,8 @@ def _run_folders(path: Path) -> list[Path]:
     return found
 
 
-def _is_run(folder: Path) -> bool:
-    """By file names alone, so that a damaged run is reported and not skipped."""
-    return (folder / CONFIG).is_file() and (folder / METRICS).is_file()
+def _has_metrics(folder: Path) -> bool:
+    return is_run(folder) and (folder / METRICS).is_file()
 
 
 def _summary(folder: Path) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from dualres.report.groups import Group
 from dualres.report.runs import Run, read_run
 from dualres.train.engines.build import engine_name
 from dualres.train.loop import check_batch, check_vocabulary
-from dualres.train.run_folder import SUMMARY, has_started, check_data, check_config
+from dualres.train.run_folder import SUMMARY, check_config, check_data, has_started
 
 
 class SuiteRun(NamedTuple):

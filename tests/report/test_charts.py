@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from dualres.report.static_chart import still
 
 from dualres.report.charts import MOST_POINTS, Chart, as_data, loss_charts, router_charts
 from dualres.report.groups import group_runs
 from dualres.report.page import STYLE
 from dualres.report.runs import Curve, Run, find_runs
-from dualres.report.static_chart import still
 from dualres.util.curves import COLORS, STYLES
 from tests.report.conftest import STEPS
 from tests.train.tiny import rows
