@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,32 +18,35 @@ from dualres.report.comparison import ComparisonRow
 from dualres.report.runs import Run
 from dualres.report.suite import Suite, SuiteRun, all_runs, finished_runs, group_by_rate
 from dualres.train.run_folder import SUMMARY
-from tests.train.tiny import ROOT, metrics, overrides, tiny_config, tiny_data
+from tests.train.tiny import ROOT, metrics, overrides, tiny_config, tiny_data, train_tiny
 
-SHORT = {"train__tokens": 8 * 4 * 32, "train__validate_every": 4}
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_data(tmp_path_factory.mktemp("tiny"))
+SHORT: dict[str, Any] = {"train__tokens": 8 * 4 * 32, "train__validate_every": 4}
+BOTH = ["suite", "nano", "--residuals", "standard,dar-block", "--seeds", "0,1"]
 
 
-def arguments(data: Path, out: Path, *more: str, **changes) -> list[str]:
+def arguments(data: Path, out: Path, *more: str, **changes: Any) -> list[str]:
     sets = [part for override in overrides(**{**SHORT, **changes}) for part in ("--set", override)]
     return ["--data", str(data), "--out", str(out), "--device", "cpu", *sets, *more]
 
 
+def train(data: Path, folder: Path, residual: str = "standard", **changes: Any) -> None:
+    """A run as the suite starts it, without the time that a process takes to start."""
+    train_tiny(tiny_config(residual, **{**SHORT, **changes}), data, folder)
+
+
 @pytest.fixture(scope="module")
 def suite(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two methods with two seeds; the suite itself runs the last."""
     out = tmp_path_factory.mktemp("suites") / "nano"
-    assert main(["suite", "nano", "--residuals", "standard,dar-block", "--seeds", "0,1", *arguments(data, out)]) == 0
+    for residual, seed in (("standard", 0), ("standard", 1), ("dar-block", 0)):
+        train(data, out / f"nano-{residual}-seed{seed}", residual, train__seed=seed)
+    assert main([*BOTH, *arguments(data, out)]) == 0
     return out
 
 
 def test_the_table(suite: Path, data: Path, capsys: pytest.CaptureFixture[str]):
-    again = ["suite", "nano", "--residuals", "standard,dar-block", "--seeds", "0,1", *arguments(data, suite)]
     before = {path: path.stat().st_mtime_ns for path in suite.glob(f"*/{SUMMARY}")}
-    assert main(again) == 0
+    assert main([*BOTH, *arguments(data, suite)]) == 0
     assert {path: path.stat().st_mtime_ns for path in before} == before  # nothing was run again
     shown = capsys.readouterr()
     assert shown.err.count("already finished") == 4
@@ -120,10 +124,11 @@ def test_what_is_refused_before_the_first_run(
     assert not out.exists()
 
 
-def test_the_seed_of_the_config(data: Path, tmp_path: Path):
-    given = arguments(data, tmp_path, "--residuals", "standard", train__seed=9)
+def test_the_seed_of_the_config(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    train(data, tmp_path / "nano-standard-seed9", train__seed=9)
+    given = arguments(data, tmp_path, "--residuals", "standard", "--table", train__seed=9)
     assert main(["suite", "nano", *given]) == 0
-    assert (tmp_path / "nano-standard-seed9" / SUMMARY).exists()
+    assert "standard" in capsys.readouterr().out
 
 
 def test_a_look_changes_nothing(suite: Path, data: Path, capsys: pytest.CaptureFixture[str]):
@@ -144,6 +149,7 @@ def test_a_damaged_summary(suite: Path, data: Path, tmp_path: Path, capsys: pyte
     assert f"{copy / 'nano-standard-seed0' / SUMMARY} cannot be read" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_suite_goes_on(data: Path, tmp_path: Path, how: signal.Signals):
     out = tmp_path / "suite"
@@ -169,6 +175,8 @@ def test_an_interrupted_suite_goes_on(data: Path, tmp_path: Path, how: signal.Si
 
 def test_a_failing_run_does_not_stop_the_others(data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     """A rate that overflows fails and is named at the end; the other is in the table."""
+    rate = {"train__learning_rate": 0.001, "train__min_learning_rate": 0.0001, "train__warmup_steps": 0}
+    train(data, tmp_path / "s" / "nano-standard-lr0.001-seed42", **rate)
     given = arguments(data, tmp_path / "s", "--learning-rates", "1e30,0.001", train__warmup_steps=0)
     assert main(["suite", "nano", "--residuals", "standard", *given]) == 1
     shown = capfd.readouterr()
