@@ -96,6 +96,7 @@ def fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_compiler")
 def test_compiled_blocks():
     """They are refused by name; run by their plain code they can be watched, and are compiled as before afterwards."""
