@@ -104,6 +104,13 @@ class Pathway(nn.Module):
         """
         return None
 
+    def depth_weights(self, history: History, state: Any, i: int) -> Tensor | None:
+        """Lens for analysis: the weights π (R,O,B,T) with which branch i reads over depth; None without retrieval.
+
+        For a state that `open` or `write` returned, and the history of its block.
+        """
+        return None
+
 
 class LastState(nn.Module):
     """The readout of a pathway without history: the streams of H_N, summed."""
@@ -118,6 +125,14 @@ class LastState(nn.Module):
     def start_divisor(self, streams: int, states: int) -> float:
         """At the zero start every one of the J streams is the standard residual's state."""
         return 1 / streams
+
+    def stream_count(self, stored: int) -> int:
+        """Lens for analysis: how many of the `stored` tensors of a state are streams."""
+        return stored
+
+    def depth_weights(self, history: History) -> Tensor | None:
+        """Lens for analysis: the output reads the last state alone."""
+        return None
 
 
 def embed(embedding: Tensor, streams: int) -> History:

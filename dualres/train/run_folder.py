@@ -53,6 +53,17 @@ def has_started(folder: Path) -> bool:
     return (metrics.exists() and metrics.stat().st_size > 0) or (folder / CHECKPOINTS).exists()
 
 
+def is_run(folder: Path) -> bool:
+    """Whether `dualres train` wrote the folder: its config says so, or what a run leaves beside a damaged one."""
+    try:
+        described = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        return {"config", "data"} <= described.keys() or has_started(folder)
+    except OSError:
+        return False
+    except (ValueError, AttributeError):
+        return has_started(folder)
+
+
 def open_run(folder: Path, config: Config, data: Path, index: Index, start: Path | None = None) -> None:
     """Start a run in `folder`, or resume it: refused if config or data have changed.
 

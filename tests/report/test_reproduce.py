@@ -1,4 +1,4 @@
-"""The command that makes a config: what ships plus overrides gives the config back."""
+"""The command that reproduces a config: shipped configs plus overrides give the config back."""
 
 import dataclasses
 import shlex
@@ -8,8 +8,7 @@ import yaml
 
 from dualres.config.loading import load_config, names
 from dualres.config.schema import Config
-from dualres.report.config_settings import as_yaml, differing, plain, settings
-from dualres.report.reproduce_command import Origin, command, origin
+from dualres.report.reproduce import Origin, as_override, as_yaml, command, differing, origin, settings
 from tests.train.tiny import tiny_config
 
 OVERRIDES = {
@@ -89,7 +88,7 @@ def test_where_none_leads_to_it():
     ],
 )
 def test_values_as_overrides_have_them(value: object, text: str):
-    assert plain(value) == text
+    assert as_override(value) == text
 
 
 def test_what_tells_settings_apart():
