@@ -18,20 +18,20 @@ class Place(NamedTuple):
     """Where a block stands in its network: all that a pathway must know to create its parameters."""
 
     history: int  # how many states H_0 … H_{b-1} come before it; a pathway without history sees the last alone
-    sets: tuple[int, ...]  # the parameter set of each of its S branches, numbered from 0 in order of first use
+    set_of_branch: tuple[int, ...]  # the parameter set of each of its S branches, numbered from 0 in order of first use
 
     @property
     def branches(self) -> int:
         """S, the number of branches of the block."""
-        return len(self.sets)
+        return len(self.set_of_branch)
 
-    def transporting(self) -> set[int]:
-        """The sets with a branch that finds a live state, being not the first of the block."""
-        return set(self.sets[1:])
+    def sets_with_live_state(self) -> set[int]:
+        """The parameter sets of branches that read a live state: all branches but the block's first."""
+        return set(self.set_of_branch[1:])
 
-    def choosing(self) -> set[int]:
-        """The sets with a branch that has two candidates or more, so that a query can make a difference."""
-        return set(self.sets) if self.history > 1 else self.transporting()
+    def sets_with_query(self) -> set[int]:
+        """The parameter sets of branches that read two or more states, so that a query makes a difference."""
+        return set(self.set_of_branch) if self.history > 1 else self.sets_with_live_state()
 
 
 class Pathway(nn.Module):
@@ -91,6 +91,13 @@ class Pathway(nn.Module):
         """
         return None
 
+    def depth_weights(self, history: History, state: Any, i: int) -> Tensor | None:
+        """Lens for analysis: the weights π (R,O,B,T) with which branch i reads over depth; None without retrieval.
+
+        For a state that `open` or `write` returned, and the history of its block.
+        """
+        return None
+
 
 class LastState(nn.Module):
     """The readout of a pathway without history: the streams of H_N, summed."""
@@ -103,7 +110,17 @@ class LastState(nn.Module):
         """At the zero start every one of the J streams is the standard residual's state."""
         return 1 / streams
 
+    def stream_count(self, stored: int) -> int:
+        """Lens for analysis: how many of the `stored` tensors of a state are streams."""
+        return stored
+
+    def depth_weights(self, history: History) -> Tensor | None:
+        """Lens for analysis: the output reads the last state alone."""
+        return None
+
 
 def embed(embedding: Tensor, streams: int) -> History:
-    """H_0: the embedding in each of J streams. (B,T,D) -> one state (J,B,T,D)"""
+    """H_0: the embedding in each of J streams. (B,T,D), or any other token axes -> one state (J,B,T,D)"""
+    if embedding.ndim == 0:
+        raise ValueError("the embedding is a single number: it must be (…, width)")
     return (embedding.expand(streams, *embedding.shape).contiguous(),)
