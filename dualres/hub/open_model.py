@@ -24,6 +24,7 @@ from dualres.hub.model_folder import CONFIG, MODEL_TYPE, NOT_LEARNED, check_save
 from dualres.model.decoder import Decoder, build_decoder
 from dualres.train import checkpoint as checkpoints
 from dualres.train import run_folder
+from dualres.util.amx import avoid_hidden_tiles
 from dualres.util.errors import DataError, ModelError, TrainError
 from dualres.util.optional_dependencies import need
 
@@ -198,6 +199,7 @@ def open_model(
     Weights are read from safetensors alone, and code that comes with a model is not run. Only exported and foreign
     models need `transformers`.
     """
+    avoid_hidden_tiles()
     where = pick_device(device)
     if run_folder.is_run(folder):
         model = _open_run(folder, checkpoint)
