@@ -82,7 +82,7 @@ def add(commands: Any) -> None:
 def _evaluate(given: argparse.Namespace) -> int:
     if given.perplexity is not None or given.zero_shot is not None:
         arguments.hush()
-    from dualres.hub.download import local_folder
+    from dualres.hub.model_folder import local_folder
     from dualres.hub.open_model import open_model
     from dualres.train.run_folder import is_run
 

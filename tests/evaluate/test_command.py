@@ -48,7 +48,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         return dataclasses.replace(made, identity=path)
 
     monkeypatch.setattr("dualres.hub.open_model.open_model", load)
-    monkeypatch.setattr("dualres.hub.download.local_folder", Path)
+    monkeypatch.setattr("dualres.hub.model_folder.local_folder", Path)
     return asked
 
 
