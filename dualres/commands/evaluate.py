@@ -6,30 +6,25 @@ import gc
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dualres.commands import arguments
 from dualres.config.schema import ConfigError
-from dualres.data.shards import read_index
-from dualres.evaluate import render
-from dualres.evaluate.documents import find_sources
-from dualres.evaluate.evaluation import Asked, Failure, ModelResult, measure
-from dualres.evaluate.tables import tables
 from dualres.evaluate.task_documents import HUB, OLMO, task_documents
 from dualres.evaluate.tasks import TASKS, tasks_of
-from dualres.evaluate.zero_shot import harness_version
-from dualres.hub.open_model import TrainedModel
 from dualres.util.atomic_files import locked, write_text
 from dualres.util.errors import DataError, ModelError
 from dualres.util.optional_dependencies import MissingExtraError
 from dualres.util.progress import Progress
 
+if TYPE_CHECKING:
+    from dualres.evaluate.evaluation import Asked, Failure, ModelResult
+    from dualres.hub.open_model import TrainedModel
+
 REPORT = "report"
 DEFAULT_OUT = Path("evaluations")
 
-Load = Callable[[str], TrainedModel]
+FORMATS = {"markdown": "md", "latex": "tex", "json": "json"}  # and the endings of their files
 
 
 class Named(NamedTuple):
@@ -85,18 +80,22 @@ def add(commands: Any) -> None:
 
 
 def _evaluate(given: argparse.Namespace) -> int:
-    arguments.hush()
-    from dualres.hub.download import local_folder
+    if given.perplexity is not None or given.zero_shot is not None:
+        arguments.hush()
+    from dualres.hub.model_folder import local_folder
     from dualres.hub.open_model import open_model
+    from dualres.train.run_folder import is_run
 
-    def load(path: str) -> TrainedModel:
+    def load(path: str) -> "TrainedModel":
+        if not is_run(folder := local_folder(path)):
+            arguments.hush()
         options = {"checkpoint": given.checkpoint, "device": given.device, "dtype": given.dtype}
-        return open_model(local_folder(path), **options, architectures="any")
+        return open_model(folder, **options, architectures="any")
 
     return evaluate(given, load)
 
 
-def evaluate(given: argparse.Namespace, load: Load) -> int:
+def evaluate(given: argparse.Namespace, load: "Callable[[str], TrainedModel]") -> int:
     """Measure what the arguments ask for. `load` opens the model of a path. -> exit code"""
     models, asked = models_of(given.models), asked_for(given)
     progress = Progress()
@@ -106,8 +105,8 @@ def evaluate(given: argparse.Namespace, load: Load) -> int:
         if not any(result.validation or result.sources or result.tasks for result in results):
             return 2 if isinstance(failures[0].error, ConfigError | DataError | ModelError) else 1
         _write(given.out, results, asked)
-    print(FORMATS[given.format](results, asked))
-    progress.say(f"written: {', '.join(str(given.out / f'{REPORT}.{ending}') for ending in ENDINGS.values())}")
+    print(_text(given.format, results, asked))
+    progress.say(f"written: {', '.join(str(given.out / f'{REPORT}.{ending}') for ending in FORMATS.values())}")
     if failures:
         which = ", ".join(failure.what for failure in failures)
         progress.say(f"dualres: failed, for the reasons above: {which}. The same command tries it again")
@@ -134,8 +133,13 @@ def models_of(texts: Sequence[str]) -> list[Named]:
     return models
 
 
-def asked_for(given: argparse.Namespace) -> Asked:
+def asked_for(given: argparse.Namespace) -> "Asked":
     """What the arguments ask for; documents are read and checked here, before any model is loaded."""
+    from dualres.data.shards import read_index
+    from dualres.evaluate.documents import find_sources
+    from dualres.evaluate.evaluation import Asked
+    from dualres.evaluate.zero_shot import harness_version
+
     if given.validation is None and given.perplexity is None and given.zero_shot is None:
         raise ConfigError("nothing to measure: ask for --validation DATA, --perplexity DOCS or --zero-shot")
     for option in ("limit", "context", "validation_tokens"):
@@ -166,9 +170,17 @@ def asked_for(given: argparse.Namespace) -> Asked:
 
 
 def _measure_all(
-    models: Sequence[Named], asked: Asked, given: argparse.Namespace, load: Load, progress: Progress
-) -> tuple[list[ModelResult], list[Failure]]:
+    models: Sequence[Named],
+    asked: "Asked",
+    given: argparse.Namespace,
+    load: "Callable[[str], TrainedModel]",
+    progress: Progress,
+) -> "tuple[list[ModelResult], list[Failure]]":
     """One model after the other; one that cannot be loaded leaves the others alone."""
+    import torch
+
+    from dualres.evaluate.evaluation import Failure, measure
+
     results, failures = [], []
     for model in models:
         progress.show(f"{model.name}  loading")
@@ -191,7 +203,7 @@ def _measure_all(
     return results, failures
 
 
-def _shortened(found: TrainedModel, context: int | None) -> TrainedModel:
+def _shortened(found: "TrainedModel", context: int | None) -> "TrainedModel":
     if context is None:
         return found
     if context > found.context:
@@ -199,22 +211,16 @@ def _shortened(found: TrainedModel, context: int | None) -> TrainedModel:
     return dataclasses.replace(found, context=context)
 
 
-def _markdown(results: Sequence[ModelResult], asked: Asked) -> str:
-    return "\n\n".join(render.markdown(table) for table in tables(results, asked))
+def _text(form: str, results: "Sequence[ModelResult]", asked: "Asked") -> str:
+    from dualres.evaluate import render
+    from dualres.evaluate.tables import tables
+
+    if form == "json":
+        return json.dumps(render.as_data(results, asked), indent=1, ensure_ascii=False)
+    write = render.markdown if form == "markdown" else render.latex
+    return "\n\n".join(write(table) for table in tables(results, asked))
 
 
-def _latex(results: Sequence[ModelResult], asked: Asked) -> str:
-    return "\n\n".join(render.latex(table) for table in tables(results, asked))
-
-
-def _json(results: Sequence[ModelResult], asked: Asked) -> str:
-    return json.dumps(render.as_data(results, asked), indent=1, ensure_ascii=False)
-
-
-FORMATS = {"markdown": _markdown, "latex": _latex, "json": _json}
-ENDINGS = {"markdown": "md", "latex": "tex", "json": "json"}
-
-
-def _write(out: Path, results: Sequence[ModelResult], asked: Asked) -> None:
-    for name, form in FORMATS.items():
-        write_text(out / f"{REPORT}.{ENDINGS[name]}", form(results, asked) + "\n")
+def _write(out: Path, results: "Sequence[ModelResult]", asked: "Asked") -> None:
+    for form, ending in FORMATS.items():
+        write_text(out / f"{REPORT}.{ending}", _text(form, results, asked) + "\n")

@@ -1,5 +1,6 @@
 """Keeps PyTorch from using AMX, the CPU's matrix unit, on virtual machines that expose it incompletely."""
 
+import functools
 import os
 from pathlib import Path
 
@@ -16,10 +17,12 @@ def hides_its_tiles(cpuinfo: str) -> bool:
     return "amx_tile" in fields.get("flags", ()) and int(level[0]) < TILES_LEAF
 
 
+@functools.cache
 def avoid_hidden_tiles() -> None:
     """Disable AMX in oneDNN where a bfloat16 product would crash with an illegal instruction, tiles unconfigured.
 
-    Call it before the first product; a limit set by the user is kept.
+    Training, generation and `open_model` call it before their first product; a loop of your own that computes in
+    bfloat16 on such a machine must do so too. A limit that the user has set stays.
     """
     try:
         cpuinfo = CPUINFO.read_text()

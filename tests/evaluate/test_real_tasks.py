@@ -16,8 +16,7 @@ from dualres.evaluate.task_documents import OLMO, TaskDocuments, task_documents
 from dualres.evaluate.tasks import TASKS
 from dualres.evaluate.zero_shot import score_task
 from dualres.hub.convert import convert
-from dualres.hub.hf_tokenizer import as_transformers
-from dualres.hub.open_model import open_model
+from dualres.hub.open_model import as_transformers, open_model
 
 CONTEXT, LIMIT, BATCH = 1024, 30, 4
 SIZES: dict[str, Any] = {
