@@ -13,7 +13,7 @@ from dualres.config.schema import Config, ConfigError, ModelConfig, ResidualConf
 from dualres.config.validation import build, convert
 from dualres.residual import registry
 
-_PACKAGE = Path(__file__).parent
+_PACKAGE = Path(__file__).parent.parent
 # Inside the package when installed, beside it in a checkout.
 CONFIGS = next((p for p in (_PACKAGE / "configs", _PACKAGE.parent / "configs") if p.is_dir()), _PACKAGE / "configs")
 
