@@ -23,7 +23,7 @@ from dualres.data.loader import Loader
 from dualres.data.prepare import Settings, prepare
 from dualres.data.shards import read_index
 from dualres.data.source import PYTHON
-from dualres.train.engines.base import Micro
+from dualres.train.engines.base import MicroBatch
 from dualres.train.engines.build import build_engine
 from dualres.train.process_group import join_world
 from dualres.util.tables import table
@@ -75,7 +75,7 @@ def measure(config: Config, data: Path, steps: int) -> tuple[list[float], list[f
             began = time.perf_counter()
             batches = [loader.batch(step * train.global_batch + start, train.micro_batch) for start in starts]
             loaded = time.perf_counter()
-            engine.accumulate([Micro(sequences, 1 / len(batches)) for sequences in batches])
+            engine.accumulate([MicroBatch(sequences, 1 / len(batches)) for sequences in batches])
             engine.update(train.learning_rate, train.clip)
             if world.device.type == "cuda":
                 torch.cuda.synchronize()

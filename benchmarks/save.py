@@ -20,7 +20,7 @@ import torch
 
 from dualres.config.loading import load_config
 from dualres.train.checkpoint import Checkpoints
-from dualres.train.engines.base import Micro
+from dualres.train.engines.base import MicroBatch
 from dualres.train.engines.build import build_engine
 from dualres.train.process_group import World, join_world
 from dualres.util.tables import table
@@ -62,7 +62,7 @@ def measure(scale: str, residual: str, rounds: int, folder: Path, world: World) 
     sequences = torch.randint(model.vocab_size, (train.micro_batch, model.context + 1))
 
     def step() -> None:
-        engine.accumulate([Micro(sequences, 1.0)])
+        engine.accumulate([MicroBatch(sequences, 1.0)])
         engine.update(train.learning_rate, train.clip)
         if world.device.type == "cuda":
             torch.cuda.synchronize()

@@ -29,7 +29,7 @@ from dualres.config.schema import Config
 from dualres.model.generation import generate
 from dualres.ops import dispatch
 from dualres.plan.run_memory import Live
-from dualres.train.engines.base import Micro, TorchEngine
+from dualres.train.engines.base import MicroBatch, TorchEngine
 from dualres.train.engines.build import build_engine
 from dualres.train.process_group import World, join_world
 from dualres.util.tables import table
@@ -127,7 +127,7 @@ class Contender:
 
     def step(self) -> None:
         """Forward, backward, update."""
-        self.engine.accumulate([Micro(self.sequences, 1.0)])
+        self.engine.accumulate([MicroBatch(self.sequences, 1.0)])
         self.engine.update(self.config.train.learning_rate, self.config.train.clip)
         self.finish()
 
@@ -186,7 +186,7 @@ def scaling(names: Sequence[str], arguments: argparse.Namespace, world: World) -
         for factor in (1, 2, 4):
             config = config_of(name, arguments, layers=4 * factor, tokens=arguments.tokens // 2, vocab_size=FEW_WORDS)
             if config.residual.method.endswith("-block"):  # four blocks, whatever the depth
-                residual = dataclasses.replace(config.residual, layers_per_block=factor)
+                residual = dataclasses.replace(config.residual, branches_per_block=2 * factor)
                 config = dataclasses.replace(config, residual=residual)
             contenders["layers"][4 * factor] = Contender(config, world)
             tokens = arguments.tokens * factor // 4

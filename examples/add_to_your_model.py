@@ -70,7 +70,7 @@ class After(nn.Module):
         branches: list[nn.Module] = []  # changed
         for _ in range(layers):  # changed
             branches += [SelfAttention(width, heads), MLP(width)]  # changed
-        residual = ResidualConfig("dar-block", layers_per_block=2)  # changed
+        residual = ResidualConfig("dar-block", branches_per_block=4)  # changed
         self.stack = residual_stack(branches, width, residual)  # changed
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary)

@@ -31,7 +31,7 @@ class Network:
     heads: int
     kv_heads: int
     branches_per_block: int
-    sets: str = "block"
+    share_parameters: bool = True
     route: str = "dar"
     streams: int = 1
     sinkhorn_steps: int = 20
@@ -264,7 +264,7 @@ def depth_query(weights: Weights, block: int, i: int, size: int, net: Network) -
 
 def set_of(i: int, net: Network) -> int:
     """The parameter set of the branch at position i of its block."""
-    return i % 2 if net.sets == "block" else i
+    return i % 2 if net.share_parameters else i
 
 
 def gate_logits(weights: Weights, name: str, streams: Array, net: Network) -> Array:

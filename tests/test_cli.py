@@ -44,14 +44,17 @@ STRUCTURE = {  # of each of nano's blocks: branches, states it sees, parameter s
 def test_described_structure(residual: str, capsys: pytest.CaptureFixture[str]):
     assert main(["describe", "nano", residual, "--json"]) == 0
     described = json.loads(capsys.readouterr().out)
-    found = [(block["branches"], block["sees"], block["sets"], block["parameters"]) for block in described["blocks"]]
+    found = [
+        (block["branches"], block["sees"], block["parameter_sets"], block["parameters"])
+        for block in described["blocks"]
+    ]
     readout = described["readout"]["sees"], described["readout"]["parameters"]
     assert (found, readout) == STRUCTURE[residual]
     assert described["parameters"]["residual"] == sum(block[-1] for block in found) + readout[1]
 
 
 def test_describe_takes_overrides(capsys: pytest.CaptureFixture[str]):
-    assert main(["describe", "nano", "dar-block", "--set", "residual.layers_per_block=3", "--json"]) == 0
+    assert main(["describe", "nano", "dar-block", "--set", "residual.branches_per_block=6", "--json"]) == 0
     blocks = json.loads(capsys.readouterr().out)["blocks"]
     assert [block["branches"] for block in blocks] == [[1, 6], [7, 12], [13, 16]]
 
@@ -60,7 +63,7 @@ def test_describe_takes_overrides(capsys: pytest.CaptureFixture[str]):
     "arguments",
     [
         ["describe", "nano", "nothing"],
-        ["describe", "nano", "dar-block", "--set", "residual.layers_per_block=0.5"],
+        ["describe", "nano", "dar-block", "--set", "residual.branches_per_block=1"],
         ["describe", "nano", "dar-block", "--set", "model.heads=7"],
     ],
 )
@@ -77,7 +80,10 @@ def test_bad_input_is_one_line_and_exit_2(arguments: list[str], capsys: pytest.C
     [
         (["--help"], ["start with", "dualres describe nano dar-block", "params"]),
         (["params", "--help"], ["Exits with 1 if any differs", "--json"]),
-        (["describe", "--help"], [*names("scale"), *names("residual"), "--set residual.sets=branch", "example"]),
+        (
+            ["describe", "--help"],
+            [*names("scale"), *names("residual"), "--set residual.share_parameters=false", "example"],
+        ),
         (
             ["prepare", "--help"],
             ["goes on where it stopped", "python", "bpe:4096", "tekken", "OWNER/NAME", "--held-out"],
@@ -131,5 +137,5 @@ def test_a_terminal_without_greek():
 
 
 def test_a_readout_without_history_sees_the_last_state(capsys: pytest.CaptureFixture[str]):
-    assert main(["describe", "nano", "standard", "--set", "residual.layers_per_block=8", "--json"]) == 0
+    assert main(["describe", "nano", "standard", "--set", "residual.branches_per_block=16", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["readout"]["sees"] == [1, 1]

@@ -84,8 +84,8 @@ def test_defaults_are_described_rightly():
                 written = rows[prefix + field.name].replace("[", "(").replace("]", ")")
                 default = str(field.default).lower()
                 assert written == default or float(written) == float(default), field.name
-    for option in ("sets", "streams", "sinkhorn_steps", "value_rank", "rho_bias"):
-        defaults = {str(row.options[option]) for row in METHODS.values() if option in row.options}
+    for option in ("share_parameters", "streams", "sinkhorn_steps", "value_rank", "rho_bias"):
+        defaults = {str(row.options[option]).lower() for row in METHODS.values() if option in row.options}
         assert {rows[option]} == defaults
     dar, mhc = (METHODS[name].options["gate_scale"] for name in ("dar-block", "mhc"))
     assert rows["gate_scale"] == f"{dar} (DAR), {mhc} (mHC)"

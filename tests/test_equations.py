@@ -12,36 +12,40 @@ from tests.equations import Network
 from tests.small import RESIDUALS, model_config, random_tokens, relative_error, stirred
 
 TOLERANCE = 1e-10
-DEFAULT_LAYERS_PER_BLOCK = {"attnres-full": 0.5, "attnres-vproj": 0.5}  # elsewhere 1
+DEFAULT_BRANCHES_PER_BLOCK = {"attnres-full": 1, "attnres-vproj": 1}  # elsewhere 2
 
 # id -> feed-forward, layers, residual
 ROWS: dict[str, tuple[str, int, ResidualConfig]] = {
     **{f"{name}-{kind}": (kind, 5, residual) for name, residual in RESIDUALS.items() for kind in ("dense", "moe")},
     **{
-        f"{method}-{k}-layers-per-block": ("dense", 5, ResidualConfig(method, layers_per_block=k))
+        f"{method}-{k}-layers-per-block": ("dense", 5, ResidualConfig(method, branches_per_block=2 * k))
         for method in ("dar-block", "attnres-block")
         for k in (1, 2, 3)
     },
     # A block of three branches: every other block begins with a feed-forward.
     **{
-        f"{method}-three-branches-{sets}": ("dense", 4, ResidualConfig(method, layers_per_block=1.5, sets=sets))
+        f"{method}-three-branches-{kind}": (
+            "dense",
+            4,
+            ResidualConfig(method, branches_per_block=3, share_parameters=shared),
+        )
         for method in ("dar-block", "attnres-block")
-        for sets in ("block", "branch")
+        for kind, shared in (("shared", True), ("own", False))
     },
     **{
-        f"{method}-set-per-branch": ("dense", 5, ResidualConfig(method, layers_per_block=2, sets="branch"))
+        f"{method}-set-per-branch": ("dense", 5, ResidualConfig(method, branches_per_block=4, share_parameters=False))
         for method in ("dar-block", "attnres-block")
     },
-    "attnres-block-lone-last-branch": ("dense", 5, ResidualConfig("attnres-block", layers_per_block=1.5)),
-    "attnres-block-one-block": ("dense", 3, ResidualConfig("attnres-block", layers_per_block=3)),
-    "dar-block-one-block": ("dense", 3, ResidualConfig("dar-block", layers_per_block=3)),
-    "attnres-full-layer-blocks": ("dense", 5, ResidualConfig("attnres-full", layers_per_block=1)),
-    "attnres-vproj-layer-blocks": ("dense", 5, ResidualConfig("attnres-vproj", layers_per_block=1)),
+    "attnres-block-lone-last-branch": ("dense", 5, ResidualConfig("attnres-block", branches_per_block=3)),
+    "attnres-block-one-block": ("dense", 3, ResidualConfig("attnres-block", branches_per_block=6)),
+    "dar-block-one-block": ("dense", 3, ResidualConfig("dar-block", branches_per_block=6)),
+    "attnres-full-layer-blocks": ("dense", 5, ResidualConfig("attnres-full", branches_per_block=2)),
+    "attnres-vproj-layer-blocks": ("dense", 5, ResidualConfig("attnres-vproj", branches_per_block=2)),
     "attnres-vproj-rank-3": ("dense", 5, ResidualConfig("attnres-vproj", value_rank=3)),
     "attnres-vproj-layer-blocks-rank-3": (
         "dense",
         5,
-        ResidualConfig("attnres-vproj", layers_per_block=1, value_rank=3),
+        ResidualConfig("attnres-vproj", branches_per_block=2, value_rank=3),
     ),
     "mhc-3": ("dense", 5, ResidualConfig("mhc", streams=3)),
     "mhc-3-two-sinkhorn-steps": ("dense", 5, ResidualConfig("mhc", streams=3, sinkhorn_steps=2)),
@@ -63,14 +67,13 @@ class Recording(dict[str, equations.Array]):
 def network(model: ModelConfig, residual: ResidualConfig) -> Network:
     """The same network in the oracle's words."""
     family, _, variant = residual.method.partition("-")
-    per_block = residual.layers_per_block or DEFAULT_LAYERS_PER_BLOCK.get(residual.method, 1)
     return Network(
         family=family,
         layers=model.layers,
         heads=model.heads,
         kv_heads=model.kv_heads,
-        branches_per_block=int(2 * per_block),
-        sets=residual.sets or "block",
+        branches_per_block=residual.branches_per_block or DEFAULT_BRANCHES_PER_BLOCK.get(residual.method, 2),
+        share_parameters=residual.share_parameters is not False,
         route=variant if variant in equations.ROUTES else "dar",
         streams=residual.streams or 1,
         sinkhorn_steps=residual.sinkhorn_steps or 20,

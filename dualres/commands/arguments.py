@@ -9,7 +9,7 @@ from dualres.util.optional_dependencies import need
 OVERRIDES = """
 overrides:
   --set changes any key of the scale's and the residual's file, as often as needed:
-    --set residual.layers_per_block=4 --set residual.sets=branch --set model.layers=12
+    --set residual.branches_per_block=8 --set residual.share_parameters=false --set model.layers=12
   docs/configuration.md lists every key.
 """
 

@@ -79,11 +79,11 @@ def _train(given: argparse.Namespace) -> int:
             raise ConfigError(f"--{name} belongs to a plan: add --dry-run, or start so many processes with torchrun")
     check_batch(config, world_size())  # and the mesh, before any process waits for another
     with join_world(given.device) as world:
-        world.agree(lambda: ensure_default_data(given.data) if world.leads else None)  # the others wait for the data
-        progress = Progress(quiet=not world.leads)
+        world.on_main(lambda: ensure_default_data(given.data))
+        progress = Progress(quiet=not world.is_main)
         introduce(config, given, out, world, progress)
         done = train(config, given.data, out, world, progress, given.wandb, given.start)
-        if world.leads and done.finished:
+        if world.is_main and done.finished:
             print(f"validation loss {done.validation_loss:.4f} after {done.step} steps; {out / run_folder.SUMMARY}")
     return 0
 

@@ -21,17 +21,17 @@ CONFIGS = next((p for p in (_PACKAGE / "configs", _PACKAGE.parent / "configs") i
 def load_config(scale: str, residual: str, overrides: Sequence[str] = ()) -> Config:
     """The experiment SCALE × RESIDUAL: names from `configs/`, or paths of YAML files, then `key.path=value` overrides.
 
-    The scale's `layers_per_block` goes to a residual that has no block size of its own: to the block forms.
+    The scale's `branches_per_block` goes to a residual that has no block size of its own: to the block forms.
     """
     data = _read("scale", scale)
     _merge(data, {"residual": _read("residual", residual)})
     _override(data, overrides)
-    scale_block = convert(float | None, data.pop("layers_per_block", None), "layers_per_block")
+    scale_block = convert(int | None, data.pop("branches_per_block", None), "branches_per_block")
     config = build(Config, data, "")
-    block_form = registry.method(config.residual.method).layers_per_block is None
-    if scale_block is None or config.residual.layers_per_block is not None or not block_form:
+    block_form = registry.method(config.residual.method).branches_per_block is None
+    if scale_block is None or config.residual.branches_per_block is not None or not block_form:
         return config
-    return dataclasses.replace(config, residual=dataclasses.replace(config.residual, layers_per_block=scale_block))
+    return dataclasses.replace(config, residual=dataclasses.replace(config.residual, branches_per_block=scale_block))
 
 
 def load_recipe(scale: str, model: ModelConfig, residual: ResidualConfig, overrides: Sequence[str] = ()) -> Config:
@@ -42,7 +42,7 @@ def load_recipe(scale: str, model: ModelConfig, residual: ResidualConfig, overri
                 f"--set {override}: a model that is there already stays what it is; set train.… or model.context"
             )
     data = {**_read("scale", scale), "model": dataclasses.asdict(model), "residual": dataclasses.asdict(residual)}
-    data.pop("layers_per_block", None)
+    data.pop("branches_per_block", None)
     _override(data, overrides)
     return build(Config, data, "")
 

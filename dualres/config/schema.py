@@ -175,8 +175,8 @@ class ResidualConfig:
     """The residual method and its options; an option left None takes the method's default (residual/registry.py)."""
 
     method: str
-    layers_per_block: float | None = None
-    sets: Literal["block", "branch"] | None = None
+    branches_per_block: int | None = None
+    share_parameters: bool | None = None
     streams: int | None = None
     gate_scale: float | None = None
     rho_bias: float | None = None
@@ -185,11 +185,8 @@ class ResidualConfig:
 
     def __post_init__(self) -> None:
         settle(self, "residual.")
-        k = self.layers_per_block
-        if k is not None and (k <= 0 or not (2 * k).is_integer()):
-            raise ConfigError(
-                f"residual.layers_per_block={k} does not cut between branches: use 0.5 (one branch), 1, 1.5, 2, …"
-            )
+        if self.branches_per_block is not None:
+            positive(self, "residual.", "branches_per_block")
         for name, most in (("streams", MOST_STREAMS), ("sinkhorn_steps", MOST_SINKHORN_STEPS)):
             value = getattr(self, name)
             if value is not None and not 1 <= value <= most:
@@ -200,7 +197,7 @@ class ResidualConfig:
     def options(self) -> dict[str, object]:
         """The method's options that were given, without the block size."""
         given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return {k: v for k, v in given.items() if v is not None and k not in ("method", "layers_per_block")}
+        return {k: v for k, v in given.items() if v is not None and k not in ("method", "branches_per_block")}
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ import numpy as np
 
 from dualres.data import shards
 from dualres.data import tokenizer as tokenizers
-from dualres.data.resume import Place, State, check_folder, take_up
+from dualres.data.resume import PrepareState, SourcePosition, check_folder, resume_or_start
 from dualres.data.shards import SPLITS, Index, ShardWriter, Split
-from dualres.data.source import PYTHON, Part, open_source
+from dualres.data.source import PYTHON, SourcePart, open_source
 from dualres.data.tokenizer import Tokenizer, Tokens
 from dualres.util.atomic_files import locked
 from dualres.util.errors import DataError
@@ -61,7 +61,7 @@ class Document(NamedTuple):
     """A text and where the source stands after it."""
 
     text: str
-    after: Place
+    after: SourcePosition
 
 
 def prepare(settings: Settings, out: Path, report: Callable[[Report], None] = lambda _: None) -> Index:
@@ -81,8 +81,8 @@ def prepare(settings: Settings, out: Path, report: Callable[[Report], None] = la
         return _prepare(settings, parts, out, report)
 
 
-def _prepare(settings: Settings, parts: Sequence[Part], out: Path, report: Callable[[Report], None]) -> Index:
-    state = take_up(out, {**dataclasses.asdict(settings), "parts": [[part.name, part.size] for part in parts]})
+def _prepare(settings: Settings, parts: Sequence[SourcePart], out: Path, report: Callable[[Report], None]) -> Index:
+    state = resume_or_start(out, {**dataclasses.asdict(settings), "parts": [[part.name, part.size] for part in parts]})
     if state is None:
         return shards.read_index(out)
     tokenizer = _tokenizer(settings, parts, out, state.tokenizer, report)
@@ -116,7 +116,7 @@ def is_held_out(text: str, share: float) -> bool:
 class _Counter:
     """Adds up what was done, for the report."""
 
-    def __init__(self, stage: str, parts: Sequence[Part], report: Callable[[Report], None], state: State):
+    def __init__(self, stage: str, parts: Sequence[SourcePart], report: Callable[[Report], None], state: PrepareState):
         self.stage, self.parts, self.report = stage, parts, report
         before = [shard for split in SPLITS for shard in state.shards(split)]
         self.documents = sum(shard.documents for shard in before)
@@ -136,8 +136,8 @@ class _Counter:
 
 
 def _write_chunk(
-    encoded: Iterator[tuple[Document, Tokens]], tokenizer: Tokenizer, settings: Settings, out: Path, state: State
-) -> Place | None:
+    encoded: Iterator[tuple[Document, Tokens]], tokenizer: Tokenizer, settings: Settings, out: Path, state: PrepareState
+) -> SourcePosition | None:
     """One shard of each split, of about `shard_tokens` together. -> where the source stands, None at its end"""
     dtype = shards.dtype_for(tokenizer.vocab_size)
     writers = {split: ShardWriter(out / f"{split}-{state.chunks:05d}.bin", dtype) for split in SPLITS}
@@ -158,13 +158,13 @@ def _write_chunk(
     return place
 
 
-def _documents(parts: Sequence[Part], start: Place) -> Iterator[Document]:
+def _documents(parts: Sequence[SourcePart], start: SourcePosition) -> Iterator[Document]:
     """All documents but empty ones, from `start` on."""
     for number, part in enumerate(parts[start.part :], start=start.part):
         skip = start.documents if number == start.part else 0
         for count, text in enumerate(itertools.islice(part.documents(), skip, None), start=skip + 1):
             if text:
-                yield Document(text, Place(number, count))
+                yield Document(text, SourcePosition(number, count))
 
 
 def _encoded(
@@ -206,7 +206,7 @@ def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
 
 def _tokenizer(
     settings: Settings,
-    parts: Sequence[Part],
+    parts: Sequence[SourcePart],
     out: Path,
     began_with: str | None,
     report: Callable[[Report], None],
@@ -236,9 +236,9 @@ def _tokenizer(
     return made
 
 
-def _texts(parts: Sequence[Part], report: Callable[[Report], None]) -> Iterator[str]:
+def _texts(parts: Sequence[SourcePart], report: Callable[[Report], None]) -> Iterator[str]:
     """What a tokenizer is trained on."""
-    counter = _Counter("training the tokenizer", parts, report, State({}))
-    for batch in _batches(_documents(parts, Place())):
+    counter = _Counter("training the tokenizer", parts, report, PrepareState({}))
+    for batch in _batches(_documents(parts, SourcePosition())):
         yield from (document.text for document in batch)
         counter.add(batch, 0)

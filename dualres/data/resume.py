@@ -13,7 +13,7 @@ from dualres.util.errors import DataError
 PROGRESS = "progress.json"
 
 
-class Place(NamedTuple):
+class SourcePosition(NamedTuple):
     """How far the source was read: whole parts, and documents of the part after them."""
 
     part: int = 0
@@ -21,12 +21,12 @@ class Place(NamedTuple):
 
 
 @dataclass
-class State:
+class PrepareState:
     """What was done, in whole chunks: a shard of each split."""
 
     settings: dict[str, Any]  # all that decides the result
     tokenizer: str | None = None  # fingerprint of the one that made the shards
-    place: Place = field(default_factory=Place)
+    place: SourcePosition = field(default_factory=SourcePosition)
     chunks: int = 0
     train: list[Shard] = field(default_factory=list)
     validation: list[Shard] = field(default_factory=list)
@@ -47,7 +47,7 @@ def check_folder(out: Path) -> None:
         raise DataError(f"{out} is not empty and holds no preparation: use a new folder")
 
 
-def take_up(out: Path, settings: dict[str, Any]) -> State | None:
+def resume_or_start(out: Path, settings: dict[str, Any]) -> PrepareState | None:
     """What an earlier run with these settings left in `out`, or a beginning; None where all is done.
 
     Other settings are refused, but they may change before the first shard is there.
@@ -57,19 +57,19 @@ def take_up(out: Path, settings: dict[str, Any]) -> State | None:
         return None
     if state is None:
         (out / TOKENIZER).unlink(missing_ok=True)
-        state = State(settings)
+        state = PrepareState(settings)
         state.write(out)
     return state
 
 
-def _read(out: Path, settings: dict[str, Any]) -> State | None:
+def _read(out: Path, settings: dict[str, Any]) -> PrepareState | None:
     path = out / PROGRESS
     if not path.exists():
         return None
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         rows = {split: [Shard(**row) for row in data[split]] for split in SPLITS}
-        state = State(**{**data, "place": Place(*data["place"]), **rows})
+        state = PrepareState(**{**data, "place": SourcePosition(*data["place"]), **rows})
     except (ValueError, TypeError, KeyError) as error:
         raise DataError(f"{path} cannot be read ({error!r}): remove {out} and prepare again") from None
     settings = json.loads(json.dumps(settings))

@@ -27,7 +27,7 @@ BUFFER, ROWS = 2**20, 128  # bytes and rows of a Parquet file that are read toge
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
-class Part(NamedTuple):
+class SourcePart(NamedTuple):
     """One piece of a source, such as a file. `size` is in bytes, 0 where it is not known."""
 
     name: str
@@ -35,14 +35,14 @@ class Part(NamedTuple):
     documents: Callable[[], Iterator[str]]
 
 
-def open_source(name: str, field: str = "text", subset: str | None = None, split: str = "train") -> list[Part]:
+def open_source(name: str, field: str = "text", subset: str | None = None, split: str = "train") -> list[SourcePart]:
     """The parts of a source: `python`, a file, a folder of files, or the name of a Hugging Face dataset.
 
     `field` is the column or key that holds the text; `subset` and `split` are those of a dataset.
     """
     if name == PYTHON:
         version = f"of Python {platform.python_version()}"
-        return [Part(f"topics {version}", 0, _topics), Part(f"library {version}", 0, _library)]
+        return [SourcePart(f"topics {version}", 0, _topics), SourcePart(f"library {version}", 0, _library)]
     path = Path(name)
     if path.is_file():
         return [_file(path, path.name, field)]
@@ -52,7 +52,7 @@ def open_source(name: str, field: str = "text", subset: str | None = None, split
             raise DataError(f"{path} holds no file that ends with {', '.join(FORMATS)} (or these with .gz or .zst)")
         return [_file(p, p.relative_to(path).as_posix(), field) for p in found]
     if name.count("/") == 1 and not name.startswith((".", "/")) and not name.endswith(FORMATS + COMPRESSIONS):
-        return [Part(f"{name} {subset or ''} {split}", 0, lambda: _dataset(name, subset, split, field))]
+        return [SourcePart(f"{name} {subset or ''} {split}", 0, lambda: _dataset(name, subset, split, field))]
     raise DataError(
         f"no source {name!r}: use {PYTHON} (the standard library), a file, a folder, or a dataset's name, owner/name"
     )
@@ -63,7 +63,7 @@ def _format(path: Path) -> str:
     return Path(path.stem).suffix if path.suffix in COMPRESSIONS else path.suffix
 
 
-def _file(path: Path, name: str, field: str) -> Part:
+def _file(path: Path, name: str, field: str) -> SourcePart:
     kind = _format(path)
     readers: dict[str, Callable[[], Iterator[str]]] = {
         ".txt": lambda: _text(path),
@@ -73,7 +73,7 @@ def _file(path: Path, name: str, field: str) -> Part:
     }
     if kind not in readers:
         raise DataError(f"{path} is of no known kind: name it {', '.join(FORMATS)}, or these with .gz or .zst")
-    return Part(name, path.stat().st_size, readers[kind])
+    return SourcePart(name, path.stat().st_size, readers[kind])
 
 
 def lines(path: Path, longest: int = -1) -> Iterator[tuple[int, str]]:

@@ -130,15 +130,15 @@ def residual_stack(
 ) -> ResidualStack:
     """Put branches, each a module (B,T,D) -> (B,T,D) with its own input norm, on the residual pathway of your choice.
 
-    `residual` is a method's name, such as "dar-block", or a `ResidualConfig` with its options. Two branches count as a
-    layer, and `sets="block"` shares parameters between every second branch of a block, as attention and feed-forward
-    alternate; for branches in another order take `sets="branch"`.
+    `residual` is a method's name, such as "dar-block", or a `ResidualConfig` with its options. With
+    `share_parameters=True` every second branch of a block shares its parameters, as attention and feed-forward
+    alternate; for branches in another order take `share_parameters=False`.
     """
     config = ResidualConfig(residual) if isinstance(residual, str) else residual
     made = registry.build(dim, len(branches), config, eps)
     rest = iter(branches)
     blocks = [
-        ResidualBlock([next(rest) for _ in place.sets], pathway)
+        ResidualBlock([next(rest) for _ in place.set_of_branch], pathway)
         for place, pathway in zip(made.places, made.pathways, strict=True)
     ]
     return ResidualStack(blocks, made.readout, made.streams)

@@ -104,22 +104,21 @@ def rotary_frequencies(model: ModelConfig, dtype: torch.dtype, device: torch.dev
     return (1 - kept) * slowed + kept * frequencies
 
 
-def attention_mask(
-    tokens: int, past: int, real: Tensor | None, documents: Tensor | None, device: torch.device
+def causal_mask(
+    tokens: int, past: int, attention_mask: Tensor | None, documents: Tensor | None, device: torch.device
 ) -> Tensor | None:
-    """Who may look at whom, for `tokens` new tokens after `past` cached ones.
+    """Boolean attention mask of `tokens` new tokens after `past` cached ones. -> (B or 1,1,T,P), None if plainly causal
 
-    `real` (B,P) is False where a token is only padding, `documents` (B,P) numbers the document of each. A token may
-    always look at itself, so that no row of the softmax is empty. -> (B or 1,1,T,P), or None where plain causal
-    attention is meant
+    `attention_mask` (B,P) is False at padding; `documents` (B,P) numbers each token's document, and tokens attend
+    within their own. Every token attends to itself, so no softmax row is empty.
     """
-    if past == 0 and real is None and documents is None:
+    if past == 0 and attention_mask is None and documents is None:
         return None
     query = torch.arange(past, past + tokens, device=device)[:, None]
     key = torch.arange(past + tokens, device=device)[None, :]
     mask = (key <= query)[None, None]  # (1,1,T,P)
-    if real is not None:
-        mask = mask & (real[:, None, None, :] | (key == query))
+    if attention_mask is not None:
+        mask = mask & (attention_mask[:, None, None, :] | (key == query))
     if documents is not None:
         mask = mask & (documents[:, None, past:, None] == documents[:, None, None, :])
     return mask

@@ -11,7 +11,7 @@ from torch.nn.functional import linear
 from dualres.config.schema import ModelConfig, ResidualConfig
 from dualres.model.attention import Attention
 from dualres.model.block import NormedBranch, residual_stack
-from dualres.model.context import Cache, Context, RouterReport, attention_mask, rotary_frequencies, rotary_tables
+from dualres.model.context import Cache, Context, RouterReport, causal_mask, rotary_frequencies, rotary_tables
 from dualres.model.feedforward import FeedForward
 from dualres.model.moe import MoE
 
@@ -70,43 +70,43 @@ class Decoder(nn.Module):
         self,
         tokens: Tensor,
         *,
-        real: Tensor | None = None,
+        attention_mask: Tensor | None = None,
         cache: Cache | None = None,
         report: RouterReport | None = None,
     ) -> Tensor:
         """Logits of the next token at every position. tokens (B,T) -> (B,T,V); the options are those of `hidden`."""
-        return self.vocabulary.logits(self.hidden(tokens, real=real, cache=cache, report=report))
+        return self.vocabulary.logits(self.hidden(tokens, attention_mask=attention_mask, cache=cache, report=report))
 
     def hidden(
         self,
         tokens: Tensor,
         *,
-        real: Tensor | None = None,
+        attention_mask: Tensor | None = None,
         documents: Tensor | None = None,
         cache: Cache | None = None,
         report: RouterReport | None = None,
     ) -> Tensor:
-        """The normed states that the logits are made of. tokens (B,T) -> (B,T,D)
+        """The normalized hidden states that produce the logits. tokens (B,T) -> (B,T,D)
 
-        real (B,P): False where a token, cached ones included, is only padding on the left; positions count from the
-        first real token. documents (B,P): a number for each token's document; tokens look only at their own (positions
-        run on: rotary attention sees distances). cache: keys and values of earlier tokens, which it takes and extends.
-        report: collects the router's auxiliary losses.
+        attention_mask (B,P): False at left padding, cached tokens included; positions count from the first unmasked
+        token. documents (B,P): the document number of each token; tokens attend only within their document (positions
+        continue: rotary attention depends on distances alone). cache: keys and values of earlier tokens, updated in
+        place. report: collects the router's auxiliary losses.
         """
         past = cache.get_seq_length() if cache is not None else 0
         batch, length = tokens.shape
-        for name, given in (("real", real), ("documents", documents)):
+        for name, given in (("attention_mask", attention_mask), ("documents", documents)):
             if given is not None and given.shape != (batch, past + length):
                 raise ValueError(
                     f"{name} has shape {tuple(given.shape)} for {batch} × {length} tokens after {past} cached ones: "
                     f"give it the shape {(batch, past + length)}, cached tokens included"
                 )
-        real = None if real is None else real.bool()
-        if real is None:
+        if attention_mask is None:
             positions = torch.arange(past, past + length, device=tokens.device)[None]
         else:
-            positions = (real.long().cumsum(-1) - 1).clamp(min=0)[:, past:]
-        mask = attention_mask(length, past, real, documents, tokens.device)
+            attention_mask = attention_mask.bool()
+            positions = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, past:]
+        mask = causal_mask(length, past, attention_mask, documents, tokens.device)
         return self.states(self.vocabulary.embed(tokens), positions, mask, cache, report)
 
     def states(

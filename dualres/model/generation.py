@@ -32,27 +32,27 @@ def generate(
     if not 0 <= temperature < float("inf"):
         raise ValueError(f"temperature={temperature} is not a number from 0 up: use 0 for the likeliest token, or 1")
     device = decoder.norm.weight.device
-    tokens, real = left_pad(prompts, device)
+    tokens, attention_mask = left_pad(prompts, device)
     cache = KVCache() if cached else None
     fresh = tokens
     for _ in range(new_tokens):
-        logits = decoder(fresh, real=real, cache=cache)[:, -1]  # (B,V)
+        logits = decoder(fresh, attention_mask=attention_mask, cache=cache)[:, -1]  # (B,V)
         chosen = _choose(logits, temperature, generator)
         tokens = torch.cat([tokens, chosen], 1)
-        real = torch.cat([real, torch.ones_like(chosen, dtype=torch.bool)], 1)
+        attention_mask = torch.cat([attention_mask, torch.ones_like(chosen, dtype=torch.bool)], 1)
         fresh = chosen if cached else tokens
     return tokens[:, tokens.shape[1] - new_tokens :].tolist()
 
 
 def left_pad(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Prompts as one batch, and where it holds real tokens. -> (B,T), (B,T)"""
+    """Prompts as one left-padded batch, and its attention mask. -> (B,T), (B,T)"""
     length = max(map(len, prompts))
     tokens = torch.zeros(len(prompts), length, dtype=torch.long, device=device)
-    real = torch.zeros_like(tokens, dtype=torch.bool)
+    attention_mask = torch.zeros_like(tokens, dtype=torch.bool)
     for row, prompt in enumerate(prompts):
         tokens[row, length - len(prompt) :] = torch.tensor([operator.index(token) for token in prompt], device=device)
-        real[row, length - len(prompt) :] = True
-    return tokens, real
+        attention_mask[row, length - len(prompt) :] = True
+    return tokens, attention_mask
 
 
 def _choose(logits: Tensor, temperature: float, generator: torch.Generator | None) -> Tensor:

@@ -13,7 +13,7 @@ from dualres.ops import full_precision, grouped_linear
 Experts = Callable[[Tensor, Tensor], Tensor]  # rows grouped by expert, rows of each -> rows
 
 
-class Together:
+class LocalExperts:
     """All tokens of a micro-batch and all experts are in this process. `dualres.parallel.experts` spreads them."""
 
     shards = 1  # of the micro-batch, each with as many tokens
@@ -46,7 +46,7 @@ class MoE(nn.Module):
         self.router = nn.Linear(width, experts, bias=False)
         self.gate_up = nn.Parameter(torch.empty(experts, 2 * hidden, width))  # the gate's rows, then the up's
         self.down = nn.Parameter(torch.empty(experts, width, hidden))
-        self.spread = Together()
+        self.placement = LocalExperts()
         self.reset_parameters()
 
     def reset_parameters(self, generator: torch.Generator | None = None, std: float = 0.02) -> None:
@@ -62,28 +62,28 @@ class MoE(nn.Module):
         assigned = one_hot(chosen, self.experts).sum((0, 1))  # (E,) assignments of each expert
         weights = best.softmax(-1)  # (N,k)
 
-        everywhere = self.spread.total(assigned)
+        everywhere = self.placement.total(assigned)
         loss = self.experts * (everywhere / everywhere.sum() * logits.softmax(-1).mean(0)).sum()  # mean over shards
         report = context.report
         if report is not None:
             report.losses[self.layer] = loss.detach() if report.attached else loss
         if torch.is_grad_enabled() and (report is None or report.attached):
             scale = 1.0 if report is None else report.scale
-            weights = AttachLoss.apply(weights, loss * (self.aux_coefficient * scale / self.spread.shards))
+            weights = AttachLoss.apply(weights, loss * (self.aux_coefficient * scale / self.placement.shards))
         return self.mix_experts(tokens, weights, chosen, assigned).view_as(x)
 
     def mix_experts(self, tokens: Tensor, weights: Tensor, chosen: Tensor, assigned: Tensor) -> Tensor:
         """Sort the N·k assignments by expert, run each expert on its run of rows, add up per token. -> (N,D)"""
         order = chosen.flatten().argsort(stable=True)  # (N·k,) assignment n·k + slot, grouped by expert
         rows = tokens.to(product_dtype(tokens)).repeat_interleave(self.active, 0)[order]
-        out = self.spread.apply(self.run_experts, rows, assigned)
+        out = self.placement.apply(self.run_experts, rows, assigned)
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         slots = out[back].unflatten(0, (-1, self.active))  # (N,k,D)
         return (slots * weights.unsqueeze(-1)).sum(1).to(tokens.dtype)
 
     def run_experts(self, rows: Tensor, assigned: Tensor) -> Tensor:
         """The experts of this process, each on its run of rows. (M,D), as many as its experts -> (M,D)"""
-        gate_up, down = (self.spread.own(weight).to(rows.dtype) for weight in (self.gate_up, self.down))
+        gate_up, down = (self.placement.own(weight).to(rows.dtype) for weight in (self.gate_up, self.down))
         gate, up = grouped_linear(rows, gate_up, assigned).chunk(2, -1)
         return grouped_linear(silu(gate) * up, down, assigned)
 

@@ -12,11 +12,11 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from dualres.model.moe import Experts, MoE, Together
+from dualres.model.moe import Experts, LocalExperts, MoE
 from dualres.parallel.mesh import Groups
 
 
-class Spread(Together):
+class ExpertParallel(LocalExperts):
     """The experts of a layer over the ranks of `experts`, the tokens of a micro-batch over those of `tensor`."""
 
     def __init__(self, experts: DeviceMesh, tensor: DeviceMesh):
@@ -57,11 +57,11 @@ def by_expert(arriving: Tensor) -> Tensor:
     return which.repeat_interleave(arriving.flatten()).argsort(stable=True)
 
 
-def spread_experts(unit: nn.Module, groups: Groups) -> None:
+def distribute_experts(unit: nn.Module, groups: Groups) -> None:
     """Leave each rank its experts of every MoE layer in `unit`, whose weights are whole on all ranks."""
     for module in unit.modules():
         if isinstance(module, MoE):
-            module.spread = Spread(groups.experts, groups.tensor)
+            module.placement = ExpertParallel(groups.experts, groups.tensor)
             for name in module.matrices:
                 whole: Tensor = getattr(module, name)
                 cut = distribute_tensor(whole.detach(), groups.experts, [Shard(0)], src_data_rank=None)

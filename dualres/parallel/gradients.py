@@ -22,19 +22,19 @@ class Roles(NamedTuple):
 
     partial: list[nn.Parameter]  # summed over the tensor group
     experts: list[nn.Parameter]  # divided by the expert ranks
-    twofold: list[nn.Parameter]  # summed over the first and the last stage
+    tied: list[nn.Parameter]  # summed over the first and the last stage
     copies: dict[nn.Parameter, int]  # ranks that hold the same part
 
 
-def roles(parameters: Mapping[str, nn.Parameter], groups: Groups, twofold: Sequence[str]) -> Roles:
-    """By the dimensions that each parameter is cut along; `twofold` are names."""
+def roles(parameters: Mapping[str, nn.Parameter], groups: Groups, tied: Sequence[str]) -> Roles:
+    """By the dimensions that each parameter is cut along; `tied` are names."""
     cut = {name: dimensions(parameter) for name, parameter in parameters.items()}
     partial = [p for name, p in parameters.items() if not {"tensor", "experts"} & cut[name]]
     return Roles(
         partial if groups.sizes.tensor > 1 else [],
         [p for name, p in parameters.items() if "experts" in cut[name]],
-        [parameters[name] for name in twofold],
-        {p: copies(p, groups) * (2 if name in twofold else 1) for name, p in parameters.items()},
+        [parameters[name] for name in tied],
+        {p: copies(p, groups) * (2 if name in tied else 1) for name, p in parameters.items()},
     )
 
 
@@ -59,8 +59,8 @@ def finish(found: Roles, groups: Groups) -> None:
     if groups.sizes.expert > 1:
         for gradient in gradients(found.experts):
             gradient.div_(groups.sizes.expert)
-    if found.twofold and groups.ends is not None:
-        sum_together(gradients(found.twofold), groups.ends)
+    if found.tied and groups.ends is not None:
+        sum_together(gradients(found.tied), groups.ends)
 
 
 def squares(found: Roles) -> float:

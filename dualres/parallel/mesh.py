@@ -108,7 +108,7 @@ def check_mesh(config: Config, mesh: Mesh) -> None:
         raise ConfigError(
             f"train.parallel.pipeline={mesh.pipeline} × virtual_stages={mesh.virtual} = "
             f"{mesh.pipeline * mesh.virtual} chunks are more than the {blocks} blocks of {config.residual.method}, and "
-            f"stages are cut at blocks: use at most {blocks} chunks, or a smaller residual.layers_per_block"
+            f"stages are cut at blocks: use at most {blocks} chunks, or a smaller residual.branches_per_block"
         )
     if config.analyze.every is not None and mesh.tensor * mesh.pipeline > 1:
         raise ConfigError(

@@ -18,7 +18,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 from torch.distributed.pipelining.stage import _RecvInfo
 
 from dualres.model.block import ResidualBlock, after
-from dualres.model.context import RouterReport, attention_mask
+from dualres.model.context import RouterReport, causal_mask
 from dualres.model.decoder import Vocabulary
 from dualres.model.loss import Objective
 from dualres.parallel.history_cache import Boundary, boundaries
@@ -31,7 +31,7 @@ warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tenso
 Leaves = dict[int, Tensor]  # states that later passes of this rank read, by number, with the gradient they gather
 
 
-class Chunk(nn.Module):
+class PipelineChunk(nn.Module):
     """Some blocks of a decoder that follow each other. The first chunk embeds, the last reads out and has the loss."""
 
     def __init__(
@@ -75,7 +75,7 @@ class Chunk(nn.Module):
 
         history = tuple(embed(states[s], decoder.stack.streams)[0] if s == 0 else states[s] for s in sorted(states))
         positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
-        mask = attention_mask(tokens.shape[1], 0, None, objective.documents(tokens), tokens.device)
+        mask = causal_mask(tokens.shape[1], 0, None, objective.documents(tokens), tokens.device)
         context = decoder.context(history[0], positions, mask, report=reports.get(batch))
         for made, block in enumerate(cast(Sequence[ResidualBlock], self.blocks), self.first + 1):
             history = after(block, history, context=context)
@@ -91,10 +91,10 @@ def keep(state: Tensor, leaves: Leaves, number: int) -> Tensor:
     """The state for this pass, and a leaf of it for later ones, whose gradient joins it on the way back."""
     leaf = state.detach().requires_grad_(state.requires_grad)
     leaves[number] = leaf
-    return Kept.apply(state, [leaf])
+    return CachedState.apply(state, [leaf])
 
 
-class Kept(torch.autograd.Function):
+class CachedState(torch.autograd.Function):
     """Passes a state on; its gradient is that of this pass and what the later passes of the rank have left."""
 
     @staticmethod
@@ -169,7 +169,7 @@ def _release(infos: tuple[_RecvInfo, ...]) -> None:
         info.buffer = None
 
 
-def drop_unused(vocabulary: Vocabulary, chunk: Chunk) -> None:
+def drop_unused(vocabulary: Vocabulary, chunk: PipelineChunk) -> None:
     """Of a vocabulary whose output has weights of its own, leave an end of the pipeline the half that it uses."""
     if vocabulary.output is None:
         return
@@ -179,7 +179,7 @@ def drop_unused(vocabulary: Vocabulary, chunk: Chunk) -> None:
             part.to("meta")
 
 
-class Relay:
+class ForwardPipeline:
     """A rank's chunks in the order of a micro-batch that only goes forward."""
 
     def __init__(self, stages: Sequence[Stage], shapes: Mapping[int, list[Tensor]], group: dist.ProcessGroup):
@@ -208,10 +208,10 @@ class Relay:
 def micro_batches(global_batch: int, micro_batch: int, mesh: Mesh) -> int:
     """How many a data-parallel rank runs in a step; some may be there only to fill up."""
     count = -(-global_batch // micro_batch // mesh.data)
-    return count if mesh.pipeline == 1 else micro_batches_run(count, mesh.pipeline, mesh.virtual)
+    return count if mesh.pipeline == 1 else padded_micro_batches(count, mesh.pipeline, mesh.virtual)
 
 
-def micro_batches_run(count: int, ranks: int, virtual: int) -> int:
+def padded_micro_batches(count: int, ranks: int, virtual: int) -> int:
     """How many the schedule needs for `count`: 1F1B at least one per rank, the interleaved one whole rounds."""
     if virtual == 1:
         return max(count, ranks)
@@ -227,7 +227,7 @@ def make_schedule(stages: Sequence[Stage], micro_batches: int, loss: Callable[[T
 
 def make_chunks(
     objective: Objective, sizes: Sequence[int], ranks: int, rank: int, *, resend: bool = False
-) -> dict[int, Chunk]:
+) -> dict[int, PipelineChunk]:
     """The chunks of one rank by number, of `sizes` blocks each. `resend`: no rank keeps anything, for comparison."""
     keeps_history = next(iter(objective.decoder.stack)).pathway.keeps_history
     between = boundaries(sizes, ranks, keeps_history=keeps_history, resend=resend)
@@ -238,7 +238,7 @@ def make_chunks(
         arriving = between[c - 1] if c > 0 else None
         later = between[c + ranks - 1].cached if c + ranks < len(sizes) else ()
         known = arriving.cached if arriving is not None else ()
-        chunks[c] = Chunk(
+        chunks[c] = PipelineChunk(
             objective,
             range(starts[c], starts[c] + sizes[c]),
             arriving,

@@ -32,7 +32,7 @@ CUT: dict[type[nn.Module], tuple[tuple[str, ...], str]] = {  # maps into the hid
 }
 
 
-def cut_branches(unit: nn.Module, mesh: DeviceMesh) -> None:
+def shard_branches(unit: nn.Module, mesh: DeviceMesh) -> None:
     """Cut the weights of every attention and feed-forward in `unit`, which are whole on all ranks."""
     for module in unit.modules():
         if type(module) in CUT:
@@ -54,7 +54,7 @@ def arrived(module: nn.Module, given: Any, out: Tensor) -> Tensor:
     return out.wait() if isinstance(out, AsyncCollectiveTensor) and not out.requires_grad else out
 
 
-def cut_vocabulary(vocabulary: Vocabulary, mesh: DeviceMesh) -> None:
+def shard_vocabulary(vocabulary: Vocabulary, mesh: DeviceMesh) -> None:
     """Cut the table, and the output weights where they are others, along the vocabulary.
 
     Tokens come in whole and embeddings go out as shares of the sequence.

@@ -26,7 +26,7 @@ def describe(config: Config) -> dict[str, Any]:
                 "block": b,
                 "branches": [first + 1, last],
                 "sees": [0, b - 1] if block.pathway.keeps_history else [b - 1, b - 1],
-                "sets": len(set(place.sets)) if "sets" in options else 0,
+                "parameter_sets": len(set(place.set_of_branch)) if "share_parameters" in options else 0,
                 "parameters": sum(p.numel() for p in block.pathway.parameters()),
             }
         )
@@ -86,14 +86,14 @@ def as_text(described: dict[str, Any], title: str) -> str:
             block["block"],
             "{}–{}".format(*block["branches"]),
             _states(*block["sees"]),
-            block["sets"] or "",
+            block["parameter_sets"] or "",
             block["parameters"],
         ]
         for block in described["blocks"]
     ]
     readout = described["readout"]
     rows.append(["readout", "", _states(*readout["sees"]), "", readout["parameters"]])
-    lines += [table(["block", "branches", "sees", "sets", "residual parameters"], rows), ""]
+    lines += [table(["block", "branches", "sees", "parameter sets", "residual parameters"], rows), ""]
 
     count, flops = described["parameters"], described["flops_per_token"]
     state, traffic = described["residual_state_bytes_per_token"], described["residual_traffic"]

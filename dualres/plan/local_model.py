@@ -16,7 +16,7 @@ from dualres.model.attention import Attention
 from dualres.model.decoder import Decoder, build_decoder
 from dualres.model.feedforward import FeedForward
 from dualres.model.loss import loss_and_gradients
-from dualres.model.moe import Experts, MoE, Together
+from dualres.model.moe import Experts, LocalExperts, MoE
 
 CUT = (Attention, FeedForward)  # branches whose weights a tensor group divides
 
@@ -75,7 +75,7 @@ def local_decoder(model: ModelConfig, residual: ResidualConfig, share: Share) ->
 
     for module in decoder.modules():
         if isinstance(module, MoE):
-            module.spread = Elsewhere(tensor, experts)
+            module.placement = Elsewhere(tensor, experts)
             for name in module.matrices if share.experts > 1 else ():
                 whole: Tensor = getattr(module, name)
                 setattr(module, name, nn.Parameter(whole[: module.experts // share.experts].detach().clone()))
@@ -87,7 +87,7 @@ def local_decoder(model: ModelConfig, residual: ResidualConfig, share: Share) ->
     return Local(decoder, tensor, experts)
 
 
-class Elsewhere(Together):
+class Elsewhere(LocalExperts):
     """Experts that the others have too: as many rows arrive as leave, which is the mean over ranks."""
 
     def __init__(self, tensor: Wire, experts: Wire):

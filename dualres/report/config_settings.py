@@ -27,7 +27,7 @@ def written_out(config: Config) -> Config:
 
 
 def differing(several: Sequence[Settings]) -> list[str]:
-    """What tells each from the others: 'tokens=1000, sets=branch'; empty where all are equal."""
+    """What tells each from the others: 'tokens=1000, share_parameters=false'; empty where all are equal."""
     keys = dict.fromkeys(key for given in several for key in given)
     telling = [key for key in keys if len({repr(given.get(key)) for given in several}) > 1]
     return [", ".join(f"{key.split('.', 1)[-1]}={plain(given.get(key))}" for key in telling) for given in several]

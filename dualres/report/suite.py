@@ -16,7 +16,7 @@ from dualres.model.decoder import build_decoder
 from dualres.train.engines.build import engine_name
 from dualres.train.loop import check_batch, check_vocabulary
 from dualres.train.metrics import METRICS, read_rows
-from dualres.train.run_folder import SUMMARY, begun, check_data, check_same, read_summary
+from dualres.train.run_folder import SUMMARY, check_config, check_data, has_started, read_summary
 
 BASE = "standard"  # what the others are compared with
 
@@ -80,15 +80,15 @@ def cells(
 
 
 def check(matrix: Matrix) -> None:
-    """Refuse configs that differ from those of runs that were begun, and runs that would share a folder."""
+    """Refuse configs that differ from those of runs that have started, and runs that would share a folder."""
     names = [cell.name for cell in matrix.cells]
     for name in names:
         if names.count(name) > 1:
             raise ConfigError(f"two runs of the suite are called {name}: give files of different names, each once")
     for cell in matrix.cells:
         config = matrix.config(cell)
-        if begun(matrix.out / cell.name):
-            check_same(matrix.out / cell.name, config)
+        if has_started(matrix.out / cell.name):
+            check_config(matrix.out / cell.name, config)
 
 
 def check_start(matrix: Matrix) -> None:
@@ -98,7 +98,7 @@ def check_start(matrix: Matrix) -> None:
         return
     index = read_index(matrix.data)
     for cell in matrix.cells:
-        if begun(matrix.out / cell.name):
+        if has_started(matrix.out / cell.name):
             check_data(matrix.out / cell.name, matrix.data, index)
     for cell in left:
         config = matrix.config(cell)

@@ -26,7 +26,8 @@ class AttnRes(Retrieving):
         if state.live is not None:
             state = state._replace(live=state.live.short())
         updates, coefficients = state.live or ((), None)
-        retrieved, log_partition = state.retrieved[self.sets[i]], state.log_partition[self.sets[i]]
+        u = self.set_of_branch[i]
+        retrieved, log_partition = state.retrieved[u], state.log_partition[u]
         query = self.query(i) if updates else None
         return ops.read(retrieved, log_partition, updates, coefficients, query, self.route, self.eps, norm), state
 
@@ -49,7 +50,9 @@ class ValueProjected(AttnRes):
         if value_rank > dim:
             raise ValueError(f"value_rank={value_rank} exceeds the width {dim}: use 0, a full matrix, or a lower rank")
         super().__init__(dim, place, eps=eps, route=VALUE_PROJECTED)
-        self.maps = nn.ModuleList(FullMap(dim) if value_rank == 0 else LowRankMap(dim, value_rank) for _ in place.sets)
+        self.maps = nn.ModuleList(
+            FullMap(dim) if value_rank == 0 else LowRankMap(dim, value_rank) for _ in place.set_of_branch
+        )
 
     def stored(self, i: int, update: Tensor) -> tuple[Tensor, ...]:
         """[u, W_i u]"""

@@ -24,14 +24,14 @@ class Dual(Retrieving):
         if place.branches == 1:
             raise ValueError(
                 "a DAR block of a single branch u (any, also the last block) has the state [β⁰u, β¹u], whose two "
-                "streams are collinear and tell nothing of each other: use layers_per_block 1 or more, and a number "
+                "streams are collinear and tell nothing of each other: use branches_per_block 2 or more, and a number "
                 "that leaves no branch alone"
             )
         super().__init__(dim, place, eps=eps, route=route)
-        transporting = place.transporting()
+        with_live = place.sets_with_live_state()
         self.gates = nn.ModuleList(
-            GateSet(dim, transports=u in transporting, gate_scale=gate_scale, rho_bias=rho_bias, eps=eps)
-            for u in sorted(set(place.sets))
+            GateSet(dim, transports=u in with_live, gate_scale=gate_scale, rho_bias=rho_bias, eps=eps)
+            for u in sorted(set(place.set_of_branch))
         )
 
     def read(self, state: State, i: int, norm: Norm | None = None) -> tuple[Tensor, State]:
@@ -40,7 +40,7 @@ class Dual(Retrieving):
         β and M(ρ) ride in the coefficients of the live streams until the write.
         """
         updates, coefficients = state.live.short() if state.live else ((), None)
-        u = self.sets[i]
+        u = self.set_of_branch[i]
         gates = cast(GateSet, self.gates[u]).parameters_of(transports=bool(updates))
         query = self.query(i) if updates else None
         h, left = ops.gated_read(

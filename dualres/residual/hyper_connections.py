@@ -33,7 +33,7 @@ class HyperConnections(Pathway):
         diagonal = (OFF_DIAGONAL * (1 - torch.eye(streams, device="cpu"))).flatten()
 
         def gates(values: int, bias: float | Tensor) -> nn.ModuleList:
-            made = (Gate(streams, dim, values, scale=gate_scale, bias=bias, eps=eps) for _ in place.sets)
+            made = (Gate(streams, dim, values, scale=gate_scale, bias=bias, eps=eps) for _ in place.set_of_branch)
             return nn.ModuleList(made)
 
         self.pre = gates(streams, bias=0.0)

@@ -18,20 +18,20 @@ class Place(NamedTuple):
     """Where a block stands in its network: all that a pathway must know to create its parameters."""
 
     history: int  # how many states H_0 … H_{b-1} come before it; a pathway without history sees the last alone
-    sets: tuple[int, ...]  # the parameter set of each of its S branches, numbered from 0 in order of first use
+    set_of_branch: tuple[int, ...]  # the parameter set of each of its S branches, numbered from 0 in order of first use
 
     @property
     def branches(self) -> int:
         """S, the number of branches of the block."""
-        return len(self.sets)
+        return len(self.set_of_branch)
 
-    def transporting(self) -> set[int]:
-        """The sets with a branch that finds a live state, being not the first of the block."""
-        return set(self.sets[1:])
+    def sets_with_live_state(self) -> set[int]:
+        """The parameter sets of branches that read a live state: all branches but the block's first."""
+        return set(self.set_of_branch[1:])
 
-    def choosing(self) -> set[int]:
-        """The sets with a branch that has two candidates or more, so that a query can make a difference."""
-        return set(self.sets) if self.history > 1 else self.transporting()
+    def sets_with_query(self) -> set[int]:
+        """The parameter sets of branches that read two or more states, so that a query makes a difference."""
+        return set(self.set_of_branch) if self.history > 1 else self.sets_with_live_state()
 
 
 class Pathway(nn.Module):

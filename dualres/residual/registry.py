@@ -22,7 +22,7 @@ class Method(NamedTuple):
     streams: int | None  # J, copies of the embedding in H_0; None: the option `streams`
     pathway: Callable[..., Pathway]
     readout: Callable[..., nn.Module]
-    layers_per_block: float | None  # its own K, half a layer being one branch; None for a block form: the scale's
+    branches_per_block: int | None  # S; None for a block form: the scale's
     options: Mapping[str, object]  # what the method takes, with its default
 
 
@@ -30,29 +30,29 @@ def _last_state(dim: int, *, eps: float) -> nn.Module:
     return LastState()
 
 
-def _dar(route: Route, layers_per_block: float | None) -> Method:
-    options = {"sets": "block", "gate_scale": 1.0, "rho_bias": 2.0}
-    return Method(2, partial(Dual, route=route), partial(Retrieval, route=route), layers_per_block, options)
+def _dar(route: Route, branches_per_block: int | None) -> Method:
+    options = {"share_parameters": True, "gate_scale": 1.0, "rho_bias": 2.0}
+    return Method(2, partial(Dual, route=route), partial(Retrieval, route=route), branches_per_block, options)
 
 
 _attnres_readout = partial(Retrieval, route=SINGLE)
 _vproj_readout = partial(Retrieval, route=VALUE_PROJECTED)
 
 METHODS: dict[str, Method] = {
-    "standard": Method(1, Standard, _last_state, 1, {}),
-    "mhc": Method(None, HyperConnections, _last_state, 1, {"streams": 4, "gate_scale": 0.01, "sinkhorn_steps": 20}),
-    "attnres-block": Method(1, AttnRes, _attnres_readout, None, {"sets": "block"}),
-    "attnres-full": Method(1, AttnRes, _attnres_readout, 0.5, {"sets": "block"}),
-    "attnres-vproj": Method(2, ValueProjected, _vproj_readout, 0.5, {"sets": "block", "value_rank": 0}),
+    "standard": Method(1, Standard, _last_state, 2, {}),
+    "mhc": Method(None, HyperConnections, _last_state, 2, {"streams": 4, "gate_scale": 0.01, "sinkhorn_steps": 20}),
+    "attnres-block": Method(1, AttnRes, _attnres_readout, None, {"share_parameters": True}),
+    "attnres-full": Method(1, AttnRes, _attnres_readout, 1, {"share_parameters": True}),
+    "attnres-vproj": Method(2, ValueProjected, _vproj_readout, 1, {"share_parameters": True, "value_rank": 0}),
     "dar-block": _dar(DUAL, None),
-    "dar-full": _dar(DUAL, 1),
-    "dar-selfkv": _dar(SELF_KV, 1),
-    "dar-fixedkv": _dar(FIXED_KV, 1),
-    "dar-crossv": _dar(CROSS_V, 1),
+    "dar-full": _dar(DUAL, 2),
+    "dar-selfkv": _dar(SELF_KV, 2),
+    "dar-fixedkv": _dar(FIXED_KV, 2),
+    "dar-crossv": _dar(CROSS_V, 2),
 }
 
 
-DEFAULT_BLOCK_LAYERS = 2.0  # of a block form without a scale: the K of the paper's dense models
+DEFAULT_BRANCHES_PER_BLOCK = 4  # of a block form without a scale: K = 2, as in the paper's dense models
 
 
 class Residual(NamedTuple):
@@ -85,31 +85,29 @@ def resolve(config: ResidualConfig) -> dict[str, object]:
     return {**row.options, **given}
 
 
-def block_layers(config: ResidualConfig) -> float:
-    """K, the layers per block: the config's, or the method's own."""
-    return config.layers_per_block or method(config.method).layers_per_block or DEFAULT_BLOCK_LAYERS
+def branches_per_block(config: ResidualConfig) -> int:
+    """S: the config's, or the method's own."""
+    return config.branches_per_block or method(config.method).branches_per_block or DEFAULT_BRANCHES_PER_BLOCK
 
 
 def settled(config: ResidualConfig, branches: int) -> ResidualConfig:
     """The same method with every option written out, so that it stays what it is when a default changes."""
-    layers_per_block = min(block_layers(config), branches / 2)
-    return ResidualConfig(**{**resolve(config), "method": config.method, "layers_per_block": layers_per_block})  # type: ignore[arg-type]
+    size = min(branches_per_block(config), branches)
+    return ResidualConfig(**{**resolve(config), "method": config.method, "branches_per_block": size})  # type: ignore[arg-type]
 
 
 def places(branches: int, config: ResidualConfig) -> list[Place]:
-    """Cut `branches` branches into blocks of 2K; the last is shorter when 2K does not divide them."""
-    layers_per_block = block_layers(config)
-    size = int(2 * layers_per_block)
+    """Cut `branches` branches into blocks of S; the last is shorter when S does not divide them."""
+    size = branches_per_block(config)
     if branches < 1:
         raise ConfigError("there are no branches: give at least one")
-    if config.layers_per_block is None:
+    if config.branches_per_block is None:
         size = min(size, branches)
     if size > branches:
         raise ConfigError(
-            f"residual.layers_per_block={layers_per_block:g} is more than the {branches / 2:g} layers there are: "
-            f"use at most {branches / 2:g}"
+            f"residual.branches_per_block={size} is more than the {branches} branches there are: use at most {branches}"
         )
-    shared = resolve(config).get("sets") == "block"  # two sets: branches alternate, so each serves one kind
+    shared = resolve(config).get("share_parameters")  # two sets: branches alternate, so each serves one kind
     lengths = [min(size, branches - start) for start in range(0, branches, size)]
     return [Place(b + 1, tuple(i % 2 if shared else i for i in range(n))) for b, n in enumerate(lengths)]
 
@@ -118,10 +116,10 @@ def build(dim: int, branches: int, config: ResidualConfig, eps: float = 1e-6) ->
     """The pathways and the readout of a network of `branches` branches of width `dim`."""
     row, options, blocks = method(config.method), resolve(config), places(branches, config)
     streams = row.streams or cast(int, options["streams"])
-    options.pop("sets", None)
+    options.pop("share_parameters", None)
     try:
         pathways = [row.pathway(dim, place, eps=eps, **options) for place in blocks]
     except ValueError as error:
-        cut = f"{branches} branches in {len(blocks)} blocks by residual.layers_per_block={block_layers(config):g}"
+        cut = f"{branches} branches in {len(blocks)} blocks by residual.branches_per_block={branches_per_block(config)}"
         raise ConfigError(f"residual.method={config.method} ({cut}): {error}") from None
     return Residual(streams, blocks, pathways, row.readout(dim, eps=eps))

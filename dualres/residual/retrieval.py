@@ -49,9 +49,9 @@ class Retrieving(Pathway):
 
     def __init__(self, dim: int, place: Place, *, eps: float, route: Route):
         super().__init__()
-        self.sets, self.route, self.eps, self.history = place.sets, route, eps, place.history
-        learned = len(place.choosing())
-        self.queries = Queries(dim, len(set(place.sets)), learned, route) if learned else None
+        self.set_of_branch, self.route, self.eps, self.history = place.set_of_branch, route, eps, place.history
+        learned = len(place.sets_with_query())
+        self.queries = Queries(dim, len(set(place.set_of_branch)), learned, route) if learned else None
 
     def open(self, history: History) -> State:
         """Phase 1: read every history state once, for all queries of the block."""
@@ -62,7 +62,7 @@ class Retrieving(Pathway):
 
     def query(self, i: int) -> Tensor | None:
         """The query of branch i, one per output stream. -> (O,D)"""
-        return None if self.queries is None else self.queries()[self.sets[i]]
+        return None if self.queries is None else self.queries()[self.set_of_branch[i]]
 
     def start_divisor(self, i: int) -> float:
         """The number of candidates: their sum is the standard residual's state, and equal weights give their mean."""

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from dualres.train.process_group import World, agree
+from dualres.train.process_group import World, gather_or_raise
 from dualres.util.atomic_files import PARTIAL, flush, flush_folder, partial_of, write_json
 from dualres.util.errors import TrainError
 
@@ -63,15 +63,15 @@ class Checkpoints:
 
         One that fails its checksums is set aside under another name, and the one before is taken.
         """
-        if self.world.leads:
+        if self.world.is_main:
             for leftover in self.folder.glob(f"*{PARTIAL}"):
                 shutil.rmtree(leftover, ignore_errors=True)
-        while (newest := self.world.from_leader(_newest(self.folder))) is not None:
+        while (newest := self.world.broadcast(_newest(self.folder))) is not None:
             wrong = self._check(newest)
             if not wrong:
                 load(newest, tensors, distributed=self.world.size > 1)
                 return json.loads((newest / STATE).read_text(encoding="utf-8"))
-            if self.world.leads:
+            if self.world.is_main:
                 aside = newest.with_name(newest.name + DAMAGED)
                 shutil.rmtree(aside, ignore_errors=True)
                 newest.rename(aside)
@@ -84,7 +84,7 @@ class Checkpoints:
 
     def _check(self, checkpoint: Path) -> list[str]:
         """What is wrong with it, found by all ranks together."""
-        shares = self.world.agree(lambda: damage(checkpoint, self.world))
+        shares = self.world.gather_or_raise(lambda: damage(checkpoint, self.world))
         return [fault for share in shares for fault in share]
 
     def _write_and_rest(self, *given: Any) -> None:
@@ -96,19 +96,19 @@ class Checkpoints:
     def _write(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
         target = self.folder / step_name(step)
         partial = partial_of(target)
-        group, leads = self.world.saving, self.world.leads
+        group, leads = self.world.saving, self.world.is_main
         self.failure = None
         try:
-            agree(lambda: self._begin(partial) if leads else None, group)
+            gather_or_raise(lambda: self._begin(partial) if leads else None, group)
             for part, begin in PARTS.items():
                 chosen = {name: tensor for name, tensor in tensors.items() if name.startswith(begin)}
                 if not chosen:  # weights alone
                     continue
                 writer = HuggingFaceStorageWriter(str(partial / part), save_distributed=True)
                 state_dict_saver.save(chosen, storage_writer=writer, process_group=group, no_dist=group is None)
-            agree(lambda: write_json(partial / STATE, state) if leads else None, group)
-            sums = agree(lambda: _sums(partial, self.world), group)
-            agree(lambda: self._finish(partial, target, sums) if leads else None, group)
+            gather_or_raise(lambda: write_json(partial / STATE, state) if leads else None, group)
+            sums = gather_or_raise(lambda: _sums(partial, self.world), group)
+            gather_or_raise(lambda: self._finish(partial, target, sums) if leads else None, group)
         except (Exception, CheckpointException) as error:  # PyTorch's is no Exception
             self.failure = f"checkpoint {target} was not saved: {_reason(error)}"
             self.parted = group is not None and isinstance(_root_cause(error), RuntimeError)
@@ -178,7 +178,7 @@ def load(checkpoint: Path, tensors: dict[str, Tensor], distributed: bool = False
             ) from None
 
 
-def load_start(folder: Path, tensors: dict[str, Tensor], distributed: bool = False) -> None:
+def load_initial_weights(folder: Path, tensors: dict[str, Tensor], distributed: bool = False) -> None:
     """Fill the weights among `tensors` from a saved model's folder, and leave the optimizer's state as it is."""
     begin = PARTS["weights"]
     chosen = {f"decoder.{name.removeprefix(begin)}": t for name, t in tensors.items() if name.startswith(begin)}

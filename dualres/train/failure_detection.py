@@ -27,7 +27,7 @@ from dualres.util.errors import TrainError
 from dualres.util.progress import say_as
 
 # In the store. Of many thousand ranks each asks for counts, and one alone for names.
-FAILED, LOST = "the first rank that failed, and why", "the ranks that did not answer"
+FAILED, UNRESPONSIVE = "the first rank that failed, and why", "the ranks that did not answer"
 CALLED, ANSWERS, COUNTS = "a rank was terminated", "how many have answered", "how many look who has not"
 LEFT, LEAVING, ALL_LEAVE = "a rank has left after a failure", "how many leave", "all that are left leave"
 # Seconds between looks whether a rank has failed; that all have to answer then; to stop when the lost are known; and
@@ -38,7 +38,7 @@ TRIES = 5  # of a store that does not reply
 NEVER = threading.Event()
 
 
-class Member(Protocol):
+class Rank(Protocol):
     """A rank of so many."""
 
     @property
@@ -51,7 +51,7 @@ class Member(Protocol):
 
 
 @contextlib.contextmanager
-def naming_lost_ranks(member: Member) -> Iterator[None]:
+def report_failed_ranks(member: Rank) -> Iterator[None]:
     """Where ranks can no longer talk, name those that do not answer; where all do, the error stays what it is."""
     if member.size == 1:
         yield
@@ -63,14 +63,14 @@ def naming_lost_ranks(member: Member) -> Iterator[None]:
         first = record_failure(store, member, error)
         if isinstance(error, TrainError) or not isinstance(error, RuntimeError):
             raise  # not for want of another rank: all have it, or the others are told by `first`
-        _ignore_terminations()
-        lost = lost_ranks(store, member)
+        _ignore_sigterm()
+        lost = unresponsive_ranks(store, member)
         if not lost and first.startswith(f"rank {member.rank} "):
             raise
         raise TrainError(_stops(member, first, lost, _reason(error))) from error
 
 
-def record_failure(store: Any, member: Member, error: Exception) -> str:
+def record_failure(store: Any, member: Rank, error: Exception) -> str:
     """Write down why this rank fails, if it is the first. -> who was the first, and why"""
     own = f"rank {member.rank} of {member.size} has failed ({_reason(error)})"
     with contextlib.suppress(RuntimeError):  # the store may be gone
@@ -79,28 +79,28 @@ def record_failure(store: Any, member: Member, error: Exception) -> str:
     return own
 
 
-def lost_ranks(store: Any, member: Member, ended: threading.Event = NEVER) -> list[int]:
+def unresponsive_ranks(store: Any, member: Rank, ended: threading.Event = NEVER) -> list[int]:
     """The ranks that did not answer in time after the first failure: what the first rank to know has written.
 
     Whoever waits for it has until this rank has `ended`.
     """
     end = time.monotonic() + ANSWER
     with contextlib.suppress(RuntimeError):  # without a store there is no one to ask
-        while time.monotonic() < end and not store.check([LOST]) and not _all_here(store, member):
+        while time.monotonic() < end and not store.check([UNRESPONSIVE]) and not _all_here(store, member):
             if ended.wait(_pause(member)):
                 return []
         return _verdict(store, store, member)
     return []
 
 
-def _verdict(store: Any, answers: Any, member: Member) -> list[int]:
+def _verdict(store: Any, answers: Any, member: Rank) -> list[int]:
     """Who is lost, by the answers that are there: one counts for all."""
     if store.add(COUNTS, 1) > 1:
-        _wait(store, member, LOST, STOP)  # the first that counts may itself be lost
-    if not store.check([LOST]):
+        _wait(store, member, UNRESPONSIVE, STOP)  # the first that counts may itself be lost
+    if not store.check([UNRESPONSIVE]):
         silent = [] if _all_here(answers, member) else _silent(answers, range(member.size))
-        store.compare_set(LOST, "", json.dumps(silent))
-    return json.loads(store.get(LOST))
+        store.compare_set(UNRESPONSIVE, "", json.dumps(silent))
+    return json.loads(store.get(UNRESPONSIVE))
 
 
 def _silent(answers: Any, ranks: range) -> list[int]:
@@ -114,7 +114,7 @@ def _silent(answers: Any, ranks: range) -> list[int]:
 
 
 @contextlib.contextmanager
-def hearing_terminations() -> Iterator[Callable[[], bool]]:
+def catch_sigterm() -> Iterator[Callable[[], bool]]:
     """SIGTERM does not end this process. -> whether it has come, for every thread, while the main one waits too"""
     came, (reader, writer) = threading.Event(), socket.socketpair()
     for end in (reader, writer):
@@ -139,7 +139,7 @@ def hearing_terminations() -> Iterator[Callable[[], bool]]:
 
 
 @contextlib.contextmanager
-def answering(member: Member, terminated: Callable[[], bool], busy: threading.Event) -> Iterator[None]:
+def failure_responder(member: Rank, terminated: Callable[[], bool], busy: threading.Event) -> Iterator[None]:
     """A thread that answers for this rank when another fails, also while this one waits for that other.
 
     `terminated`: whether SIGTERM has come. `busy`: set while ranks save, and may be slow to answer.
@@ -157,22 +157,22 @@ def answering(member: Member, terminated: Callable[[], bool], busy: threading.Ev
         with contextlib.suppress(RuntimeError):
             if store.check([FAILED]):
                 store.set(LEFT, "yes")
-                leave_together(store, member)
+                exit_together(store, member)
 
 
-def leave_together(store: Any, member: Member) -> None:
+def exit_together(store: Any, member: Rank) -> None:
     """Ignore SIGTERM, and wait until all others do: when the first process ends, torchrun terminates those that are
     left, and each has to say why it stops. Whoever is lost, or still waits for another, is not waited for long.
     """
-    _ignore_terminations()
-    lost = json.loads(store.get(LOST)) if store.check([LOST]) else []
+    _ignore_sigterm()
+    lost = json.loads(store.get(UNRESPONSIVE)) if store.check([UNRESPONSIVE]) else []
     if store.add(LEAVING, 1) + len(lost) >= member.size:
         store.set(ALL_LEAVE, "yes")
     _wait(store, member, ALL_LEAVE, LEAVE)
 
 
 def _answer(
-    store: Any, member: Member, ended: threading.Event, terminated: Callable[[], bool], busy: threading.Event
+    store: Any, member: Rank, ended: threading.Event, terminated: Callable[[], bool], busy: threading.Event
 ) -> None:
     """Watch, also after the store has once not replied."""
     for _ in range(TRIES):
@@ -183,7 +183,7 @@ def _answer(
 
 
 def _watch(
-    store: Any, member: Member, ended: threading.Event, terminated: Callable[[], bool], busy: threading.Event
+    store: Any, member: Rank, ended: threading.Event, terminated: Callable[[], bool], busy: threading.Event
 ) -> None:
     """Ranks may wait for each other without end, one of them in the thread that saves: then this thread stops them."""
     roll, called = PrefixStore("roll", store), math.inf  # answers to a call, and when it was heard
@@ -200,7 +200,7 @@ def _watch(
         elif ended.wait(LOOK):
             return
     _here(store, member)
-    lost = lost_ranks(store, member, ended)
+    lost = unresponsive_ranks(store, member, ended)
     while not lost and not store.check([LEFT]):
         if ended.wait(LOOK):
             return
@@ -212,13 +212,13 @@ def _watch(
         os._exit(1)
 
 
-def _ignore_terminations() -> None:
+def _ignore_sigterm() -> None:
     """SIGTERM is torchrun's, for all that are left after a failure; they end by themselves, and say why first."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
-def _here(store: Any, member: Member) -> None:
+def _here(store: Any, member: Rank) -> None:
     if store.add(_is_here(member.rank), 1) == 1:  # once, whichever of its threads is first
         store.add(ANSWERS, 1)
 
@@ -227,17 +227,17 @@ def _is_here(rank: int) -> str:
     return f"rank {rank} is here"
 
 
-def _all_here(store: Any, member: Member) -> bool:
+def _all_here(store: Any, member: Rank) -> bool:
     return store.add(ANSWERS, 0) >= member.size
 
 
-def _wait(store: Any, member: Member, key: str, seconds: float) -> None:
+def _wait(store: Any, member: Rank, key: str, seconds: float) -> None:
     end = time.monotonic() + seconds
     while time.monotonic() < end and not store.check([key]):
         time.sleep(_pause(member))
 
 
-def _pause(member: Member) -> float:
+def _pause(member: Rank) -> float:
     """Seconds between looks, so that all ranks together ask one store for at most ten thousand things a second.
 
     (Two things each, in two threads.)
@@ -245,7 +245,7 @@ def _pause(member: Member) -> float:
     return max(0.05, 4 * member.size / 10_000)
 
 
-def _stops(member: Member, first: str, lost: Collection[int], reason: str) -> str:
+def _stops(member: Rank, first: str, lost: Collection[int], reason: str) -> str:
     answer = "answers" if len(lost) == 1 else "answer"
     cause = f"{named_ranks(lost)} of {member.size} no longer {answer}" if lost else first
     return (

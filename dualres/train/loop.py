@@ -21,14 +21,14 @@ from dualres.data import shards
 from dualres.data.loader import Loader
 from dualres.data.shards import Index
 from dualres.train import run_folder
-from dualres.train.checkpoint import Checkpoints, load_start
-from dualres.train.engines.base import Engine, Micro
+from dualres.train.checkpoint import Checkpoints, load_initial_weights
+from dualres.train.engines.base import Engine, MicroBatch
 from dualres.train.engines.build import build_engine, engine_mesh, engine_name
-from dualres.train.failure_detection import naming_lost_ranks
+from dualres.train.failure_detection import report_failed_ranks
 from dualres.train.metrics import Log
-from dualres.train.process_group import World, limit_waiting
+from dualres.train.process_group import World, set_timeout
 from dualres.train.recipe import learning_rate, steps_of
-from dualres.train.throughput import Speed, peak_memory
+from dualres.train.throughput import Throughput, peak_memory
 from dualres.util.atomic_files import write_json
 from dualres.util.errors import TrainError
 from dualres.util.progress import Progress, duration, short
@@ -36,7 +36,7 @@ from dualres.util.progress import Progress, duration, short
 VERIFIED = "verified.json"  # which data files were read in whole, so that a resumed run need not do it again
 
 
-class Done(NamedTuple):
+class TrainResult(NamedTuple):
     """How a run ended."""
 
     step: int
@@ -44,7 +44,7 @@ class Done(NamedTuple):
     validation_loss: float | None
 
 
-class Totals(NamedTuple):
+class StepLosses(NamedTuple):
     """Of one step, over all ranks."""
 
     loss: float  # language model, mean over tokens
@@ -60,17 +60,17 @@ def train(
     progress: Progress,
     wandb: str | None = None,
     start: Path | None = None,
-) -> Done:
+) -> TrainResult:
     """Train `config` on the prepared folder `data` into `folder`, or go on where an earlier run there stopped.
 
     `start`: a saved model's folder whose weights a new run begins with.
     """
     check_batch(config, world.size)
     with ExitStack() as held:
-        world.agree(lambda: held.enter_context(run_folder.alone(folder)) if world.leads else None)
-        index = world.agree(lambda: shards.read_index(data))[world.rank]
+        world.on_main(lambda: held.enter_context(run_folder.lock_run(folder)))
+        index = world.gather_or_raise(lambda: shards.read_index(data))[world.rank]
         check_vocabulary(config, data, index)
-        world.agree(lambda: run_folder.open_run(folder, config, data, index, start) if world.leads else None)
+        world.on_main(lambda: run_folder.open_run(folder, config, data, index, start))
         _verify(config, data, folder, index, world, progress)
         training = Training(config, data, folder, index, world, progress, wandb, start)
         if world.sum([float(world.terminated())])[0] > 0:
@@ -102,19 +102,19 @@ class Training:
         self.step, self.best_step, self.best_loss = 0, 0, math.inf
         self.validation_loss: float | None = None
         self._restore(start)
-        limit_waiting(world, train.timeout)
+        set_timeout(world, train.timeout)
         self.log: Log | None = None
-        world.agree(lambda: self._open_log(wandb) if world.leads else None)
-        self.speed = Speed(config, world.device, world.size)
+        world.on_main(lambda: self._open_log(wandb))
+        self.speed = Throughput(config, world.device, world.size)
 
     def _open_log(self, wandb: str | None) -> None:
         self.log = Log(self.folder, self.step, self.progress.say, wandb)
 
-    def run(self) -> Done:
+    def run(self) -> TrainResult:
         """Steps until the budget is spent or someone asks to stop."""
         with stop_signals(self.world) as asked:
             try:
-                with naming_lost_ranks(self.world):  # before waiting for a save that may wait for a lost rank
+                with report_failed_ranks(self.world):  # before waiting for a save that may wait for a lost rank
                     stopped = False
                     while self.step < self.steps and not stopped:
                         stopped = self._one_step(asked)
@@ -148,25 +148,25 @@ class Training:
             self._save()
         return totals.stop
 
-    def _accumulate(self, asked: Callable[[], bool]) -> Totals:
+    def _accumulate(self, asked: Callable[[], bool]) -> StepLosses:
         """Forward and backward of this rank's micro-batches; then one sum over ranks, with the wish to stop in it."""
         losses = self.engine.accumulate(self._micro_batches())
         language, router, stop = self.world.sum([losses.language, losses.router, float(asked())])
-        return Totals(language / self.world.size, router / self.world.size, stop > 0)
+        return StepLosses(language / self.world.size, router / self.world.size, stop > 0)
 
-    def _micro_batches(self) -> list[Micro]:
+    def _micro_batches(self) -> list[MicroBatch]:
         """This rank's of the next step."""
         train, ranks = self.config.train, self.engine.data_size
         first, count = self.step * train.global_batch, train.global_batch // train.micro_batch
         numbers = range(self.engine.data_rank, -(-count // ranks) * ranks, ranks)
         return [
-            Micro(self.loader.batch(first + number * train.micro_batch, train.micro_batch), ranks / count)
+            MicroBatch(self.loader.batch(first + number * train.micro_batch, train.micro_batch), ranks / count)
             if number < count
-            else Micro(self.loader.batch(first, train.micro_batch), 0.0)
+            else MicroBatch(self.loader.batch(first, train.micro_batch), 0.0)
             for number in numbers
         ]
 
-    def _record(self, totals: Totals, norm: float, rate: float) -> None:
+    def _record(self, totals: StepLosses, norm: float, rate: float) -> None:
         if self.log is None:
             return
         step, speed, sparse = self.step, self.speed, self.config.model.moe is not None
@@ -224,32 +224,32 @@ class Training:
         tensors = self.engine.tensors()
         state = self.checkpoints.restore(tensors)
         if state is None and start is not None:
-            load_start(start, tensors, distributed=self.world.size > 1)
-            self.engine.adopt(tensors)
-            if self.world.leads:
+            load_initial_weights(start, tensors, distributed=self.world.size > 1)
+            self.engine.load_tensors(tensors)
+            if self.world.is_main:
                 self.progress.say(f"begins with the weights of {start}")
         if state is None:
             return
-        self.engine.adopt(tensors)
+        self.engine.load_tensors(tensors)
         self.step, self.validation_loss = state["step"], state["validation_loss"]
         self.best_step = state["best_step"]
         self.best_loss = math.inf if state["best_loss"] is None else state["best_loss"]
         torch.set_rng_state(torch.frombuffer(bytearray.fromhex(state["random"]), dtype=torch.uint8))
-        if self.world.leads:
+        if self.world.is_main:
             self.progress.say(f"resumed from {self.checkpoints.last()}")
 
-    def _end(self) -> Done:
+    def _end(self) -> TrainResult:
         self.checkpoints.wait()
-        self.world.agree(self._check_saved)  # a rank that was lost while saving is noticed here
+        self.world.gather_or_raise(self._check_saved)  # a rank that was lost while saving is noticed here
         finished = self.step >= self.steps
-        if finished and self.world.leads:
+        if finished and self.world.is_main:
             self._summarise()
-        elif self.world.leads:
+        elif self.world.is_main:
             self.progress.say(
                 f"stopped at step {self.step} of {self.steps}; saved as {self.checkpoints.last()}. "
                 "The same command goes on from there"
             )
-        return Done(self.step, finished, self.validation_loss)
+        return TrainResult(self.step, finished, self.validation_loss)
 
     def _check_saved(self) -> None:
         if self.checkpoints.failure is not None:
@@ -340,10 +340,10 @@ def check_vocabulary(config: Config, data: Path, index: Index) -> None:
 
 def _verify(config: Config, data: Path, folder: Path, index: Index, world: World, progress: Progress) -> None:
     """A look at every token, shared by all ranks, unless an earlier start had it."""
-    known = world.from_leader(shards.read_stamps(folder / VERIFIED))
+    known = world.broadcast(shards.read_stamps(folder / VERIFIED))
     if known is None and index.tokens("train") > 10**8:
         progress.say(f"reading all of {data} once to check it")
     share = world.rank, world.size
-    stamps = world.agree(lambda: shards.verify(data, index, config.model.vocab_size, known or {}, share))
-    if world.leads:
+    stamps = world.gather_or_raise(lambda: shards.verify(data, index, config.model.vocab_size, known or {}, share))
+    if world.is_main:
         write_json(folder / VERIFIED, {file: stamp for part in stamps for file, stamp in part.items()})

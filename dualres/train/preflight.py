@@ -183,16 +183,16 @@ def _run_folder(config: Config, places: Places, index: Index | None) -> Check:
     if not (_there(out).is_dir() and os.access(_there(out), os.W_OK)):
         raise TrainError(f"{_there(out)} is no folder that can be written: give another --out")
     if (out / LOCK).exists():
-        with run_folder.alone(out):
+        with run_folder.lock_run(out):
             pass  # no one trains there
     checkpoints = checkpoint.found(out / run_folder.CHECKPOINTS)
-    if not run_folder.begun(out):
+    if not run_folder.has_started(out):
         return Check("run folder", "ok", f"{out} is new")
-    run_folder.check_same(out, config)
+    run_folder.check_config(out, config)
     if index is not None:
         run_folder.check_data(out, places.data, index)
     if not checkpoints:
-        return Check("run folder", "ok", f"{out} was begun and has no checkpoint: it starts at the first step")
+        return Check("run folder", "ok", f"{out} has started and has no checkpoint: it starts at the first step")
     steps = steps_of(config.train, config.model.context)
     if checkpoints[-1].name == checkpoint.step_name(steps):
         return Check("run folder", "note", f"{out} is finished, with {checkpoints[-1].name}: nothing is left to do")

@@ -15,12 +15,12 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from dualres.train.failure_detection import answering, hearing_terminations, named_ranks, naming_lost_ranks
+from dualres.train.failure_detection import catch_sigterm, failure_responder, named_ranks, report_failed_ranks
 from dualres.train.malloc import keep_freed_memory
 from dualres.util.errors import TrainError
 
 T = TypeVar("T")
-STARTING = timedelta(minutes=30)  # that ranks have to come, and then for each other until `limit_waiting`
+STARTUP_TIMEOUT = timedelta(minutes=30)  # that ranks have to come, and then for each other until `set_timeout`
 VARIABLES = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0}  # set by torchrun, with what one process has
 
 
@@ -36,7 +36,7 @@ class World(NamedTuple):
     busy: threading.Event = threading.Event()  # set while this rank saves, and may be slow to answer
 
     @property
-    def leads(self) -> bool:
+    def is_main(self) -> bool:
         """Whether this process speaks and writes for all."""
         return self.rank == 0
 
@@ -48,11 +48,15 @@ class World(NamedTuple):
         dist.all_reduce(together, group=self.control)
         return together.tolist()
 
-    def agree(self, work: Callable[[], T]) -> list[T]:
-        """Do something on every rank. -> the results of all; what goes wrong on one is raised on all."""
-        return agree(work, self.control)
+    def on_main(self, work: Callable[[], object]) -> None:
+        """Run `work` on rank 0 alone; the others wait for it, and an exception of it is raised on all."""
+        gather_or_raise(work if self.is_main else lambda: None, self.control)
 
-    def from_leader(self, value: T) -> T:
+    def gather_or_raise(self, work: Callable[[], T]) -> list[T]:
+        """Do something on every rank. -> the results of all; what goes wrong on one is raised on all."""
+        return gather_or_raise(work, self.control)
+
+    def broadcast(self, value: T) -> T:
         """The leader's value, on every rank."""
         if self.control is None:
             return value
@@ -61,7 +65,7 @@ class World(NamedTuple):
         return box[0]
 
 
-def agree(work: Callable[[], T], group: dist.ProcessGroup | None) -> list[T]:
+def gather_or_raise(work: Callable[[], T], group: dist.ProcessGroup | None) -> list[T]:
     """The results of all ranks of a group. A fault of one is raised on all, so that none is left waiting for it."""
     if group is None:
         return [work()]
@@ -114,16 +118,16 @@ def join_world(device: str | None = None) -> Iterator[World]:
         return
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo",
-        timeout=STARTING,
-        store=_store_of_start(),
+        timeout=STARTUP_TIMEOUT,
+        store=_job_store(),
         rank=rank,
         world_size=size,
     )
     try:
         control, saving = dist.new_group(backend="gloo"), dist.new_group(backend="gloo")
-        with hearing_terminations() as terminated:
+        with catch_sigterm() as terminated:
             world = World(rank, size, place, control, saving, terminated, threading.Event())
-            with answering(world, terminated, world.busy), naming_lost_ranks(world):
+            with failure_responder(world, terminated, world.busy), report_failed_ranks(world):
                 yield world
                 dist.barrier()  # without it a process may leave while another still talks to it
     finally:
@@ -131,13 +135,13 @@ def join_world(device: str | None = None) -> Iterator[World]:
             dist.destroy_process_group()
 
 
-def _store_of_start() -> Any:
+def _job_store() -> Any:
     """Where the processes find each other. `torchrun` keeps one store over restarts, with the addresses of the dead."""
-    store, rank, size = next(rendezvous("env://", timeout=STARTING))
-    return PrefixStore(name_start(store, rank, size), store)
+    store, rank, size = next(rendezvous("env://", timeout=STARTUP_TIMEOUT))
+    return PrefixStore(agree_on_job_id(store, rank, size), store)
 
 
-def name_start(store: Any, rank: int, size: int, limit: timedelta = STARTING) -> str:
+def agree_on_job_id(store: Any, rank: int, size: int, limit: timedelta = STARTUP_TIMEOUT) -> str:
     """A name for this start that all its ranks know and no earlier one had. (Each agent of `torchrun` counts its own.)
 
     Each rank asks with an id of its own. Rank 0 answers whatever id it finds, a dead one's too, until all have heard.
@@ -164,10 +168,10 @@ def name_start(store: Any, rank: int, size: int, limit: timedelta = STARTING) ->
     return own
 
 
-def limit_waiting(world: World, seconds: float) -> None:
-    """From now on, a rank that waits so long for another gives up; saving, for a slow disk, not before `STARTING`."""
+def set_timeout(world: World, seconds: float) -> None:
+    """Limit how long a rank waits for another; saving waits at least `STARTUP_TIMEOUT`, for a slow disk."""
     if dist.is_initialized():
         limit = timedelta(seconds=seconds)
         for group in dist.distributed_c10d._world.pg_map:
-            patience = max(limit, STARTING) if group is world.saving else limit
+            patience = max(limit, STARTUP_TIMEOUT) if group is world.saving else limit
             dist.distributed_c10d._set_pg_timeout(patience, group)

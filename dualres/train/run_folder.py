@@ -44,12 +44,12 @@ MAY_CHANGE: Set[str] = {
 }
 
 
-def alone(folder: Path) -> AbstractContextManager[None]:
+def lock_run(folder: Path) -> AbstractContextManager[None]:
     """Hold the folder for this run alone."""
     return locked(folder, TrainError(f"another process trains in {folder}: wait for it, or use a new folder"))
 
 
-def begun(folder: Path) -> bool:
+def has_started(folder: Path) -> bool:
     """Whether a run in `folder` took a step: one that was refused at its start binds no one."""
     metrics = folder / METRICS
     return (metrics.exists() and metrics.stat().st_size > 0) or (folder / CHECKPOINTS).exists()
@@ -61,8 +61,8 @@ def open_run(folder: Path, config: Config, data: Path, index: Index, start: Path
     `start`: the saved model whose weights it begins with.
     """
     began = {} if start is None else {"start": start.resolve().name}
-    if begun(folder):
-        check_same(folder, config)
+    if has_started(folder):
+        check_config(folder, config)
         check_data(folder, data, index)
         before = read_description(folder)
         began = {"start": before["start"]} if "start" in before else {}
@@ -88,7 +88,7 @@ def check_data(folder: Path, data: Path, index: Index) -> None:
         )
 
 
-def check_same(folder: Path, config: Config) -> None:
+def check_config(folder: Path, config: Config) -> None:
     """Refuse a config that computes something else than the run that `folder` holds."""
     # Routers balance each micro-batch, so its size is part of what a sparse model learns.
     free = MAY_CHANGE if config.model.moe is None else MAY_CHANGE - {"train.micro_batch"}

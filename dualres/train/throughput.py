@@ -15,7 +15,7 @@ MEASURED_WIDTH, MEASURED_SECONDS = 1024, 0.3
 RECENT = 20  # steps of which the live speed is the median
 
 
-class Speed:
+class Throughput:
     """Times steps. The first `untimed_steps` of a process compile and warm up: they do not count."""
 
     def __init__(self, config: Config, device: torch.device, processes: int):

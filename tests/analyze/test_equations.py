@@ -21,7 +21,7 @@ ROWS = {
     **{name: RESIDUALS[name] for name in ("mhc-2", "mhc-4", "dar-block", "dar-full")},
     **{name: RESIDUALS[name] for name in ("dar-selfkv", "dar-fixedkv", "dar-crossv")},
     # Blocks of three branches: the MLP of a layer may open a block, and then has no live state before it.
-    "dar-block-three-branches": ResidualConfig("dar-block", layers_per_block=1.5),
+    "dar-block-three-branches": ResidualConfig("dar-block", branches_per_block=3),
 }
 
 

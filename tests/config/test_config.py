@@ -38,18 +38,18 @@ def test_paper_recipes(scale: str, steps: int, tokens_per_step: int):
     )
     assert (train.adam_eps, train.clip, train.seed, train.micro_batch) == (1e-8, 1.0, 42, 2)
     assert train.warmup_steps == (300 if scale in ("0.1b", "0.3b", "0.5b") else 2000)
-    assert config.residual.layers_per_block == (3 if scale == "moe-7b" else 2)
+    assert config.residual.branches_per_block == (6 if scale == "moe-7b" else 4)
     assert config.model.vocab_size == 131_072
     assert config.model.context == 4096
 
 
 def test_full_forms_keep_their_block_size_at_every_scale():
     for scale in PAPER_SCALES:
-        blocks = {name: registry.block_layers(load_config(scale, name).residual) for name in names("residual")}
-        assert blocks["attnres-full"] == blocks["attnres-vproj"] == 0.5
-        assert {blocks[f"dar-{form}"] for form in ("full", "selfkv", "fixedkv", "crossv")} == {1}
+        blocks = {name: registry.branches_per_block(load_config(scale, name).residual) for name in names("residual")}
+        assert blocks["attnres-full"] == blocks["attnres-vproj"] == 1
+        assert {blocks[f"dar-{form}"] for form in ("full", "selfkv", "fixedkv", "crossv")} == {2}
         renamed = load_config(scale, "dar-block", ["residual.method=dar-full"]).residual
-        assert registry.block_layers(renamed) == 1
+        assert registry.branches_per_block(renamed) == 2
 
 
 def test_overrides():
@@ -58,7 +58,12 @@ def test_overrides():
     )
     assert (config.residual.streams, config.train.learning_rate, config.train.tokens) == (3, 1e-3, 2_000_000)
     assert config.train.compile == "off"
-    assert load_config("nano", "dar-block", ["residual.sets=branch", "residual.sets=null"]).residual.sets is None
+    assert (
+        load_config(
+            "nano", "dar-block", ["residual.share_parameters=false", "residual.share_parameters=null"]
+        ).residual.share_parameters
+        is None
+    )
 
 
 def test_a_file_of_ones_own(tmp_path: Path):
@@ -79,7 +84,7 @@ IMPOSSIBLE = [
     ("model.norm_eps=.inf", ["model.norm_eps=inf", "a finite number"]),
     ("model.norm_eps=0", ["model.norm_eps=0.0", "above 0"]),
     ("residual.gate_scale=.nan", ["residual.gate_scale=nan", "a finite number"]),
-    ("residual.layers_per_block=.inf", ["residual.layers_per_block=inf", "a finite number"]),
+    ("residual.branches_per_block=.inf", ["residual.branches_per_block=inf", "a whole number"]),
     ("residual={method: attnres-vproj, value_rank: 97}", ["value_rank=97", "width 96"]),
     ("train.learning_rate=0", ["train.learning_rate=0.0", "above 0"]),
     ("train.weight_decay=-1", ["train.weight_decay=-1.0", "0 or more"]),
@@ -105,19 +110,22 @@ IMPOSSIBLE = [
     ("model.layers", ["'model.layers'", "key.path=value"]),
     ("residual.method=dar", ["residual.method='dar'", "dar-block"]),
     (
-        "residual.layers_per_block=0.5",
-        ["layers_per_block=0.5", "16 branches", "collinear", "1 or more"],
+        "residual.branches_per_block=1",
+        ["branches_per_block=1", "16 branches", "collinear", "2 or more"],
     ),
-    ("residual.layers_per_block=1.25", ["layers_per_block=1.25", "0.5 (one branch), 1, 1.5"]),
-    ("residual.layers_per_block=0", ["layers_per_block=0.0", "0.5 (one branch)"]),
-    ("residual.layers_per_block=2.5", ["layers_per_block=2.5", "last block", "collinear"]),
-    ("residual.layers_per_block=9", ["layers_per_block=9", "8 layers", "at most 8"]),
-    ("residual.sets=layer", ["residual.sets='layer'", "block or branch"]),
-    ("residual.streams=3", ["residual.streams=3", "not an option of dar-block", "sets, gate_scale, rho_bias"]),
+    ("residual.branches_per_block=2.5", ["branches_per_block=2.5", "a whole number"]),
+    ("residual.branches_per_block=0", ["branches_per_block=0", "1 or more"]),
+    ("residual.branches_per_block=5", ["branches_per_block=5", "last block", "collinear"]),
+    ("residual.branches_per_block=18", ["branches_per_block=18", "16 branches", "at most 16"]),
+    ("residual.share_parameters=layer", ["residual.share_parameters='layer'", "true or false"]),
+    (
+        "residual.streams=3",
+        ["residual.streams=3", "not an option of dar-block", "share_parameters, gate_scale, rho_bias"],
+    ),
     ("residual.sinkhorn_steps=0", ["residual.sinkhorn_steps=0", "1 or more"]),
     ("residual={method: mhc, streams: 1000000}", ["residual.streams=1000000", "at most 64"]),
     ("residual={method: mhc, sinkhorn_steps: 1e9}", ["residual.sinkhorn_steps=1000000000", "at most 1000"]),
-    ("residual.layers_per_block=1e308", ["residual.layers_per_block=1e+308", "0.5 (one branch)"]),
+    ("residual.branches_per_block=1e308", ["residual.branches_per_block=1", "at most 16"]),
     ("residual.value_rank=-1", ["residual.value_rank=-1", "0 (a full matrix)"]),
     ("train.micro_batch=3", ["global_batch=16", "micro_batch=3", "1, 2, 4, 8 or 16"]),
     ("train.min_learning_rate=1", ["min_learning_rate=1.0", "0.0003"]),
@@ -154,11 +162,11 @@ def test_experts_that_do_not_split():
 
 
 def test_the_scales_block_size_can_be_set():
-    assert load_config("nano", "dar-block", ["layers_per_block=4"]).residual.layers_per_block == 4
-    assert load_config("nano", "dar-full", ["layers_per_block=4"]).residual.layers_per_block is None
+    assert load_config("nano", "dar-block", ["branches_per_block=8"]).residual.branches_per_block == 8
+    assert load_config("nano", "dar-full", ["branches_per_block=8"]).residual.branches_per_block is None
     for residual in ("dar-block", "standard"):  # checked also where no block form takes it
-        with pytest.raises(ConfigError, match="layers_per_block='four' is not a finite number"):
-            load_config("nano", residual, ["layers_per_block=four"])
+        with pytest.raises(ConfigError, match="branches_per_block='four' is not a whole number"):
+            load_config("nano", residual, ["branches_per_block=four"])
 
 
 def test_a_base_is_found_beside_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -201,8 +209,8 @@ def test_python_users_get_the_same_messages():
         ModelConfig(layers=2, width=640, heads=10, kv_heads=4, ffn_width=8)
     with pytest.raises(ConfigError, match="at most 4"):
         MoEConfig(experts=4, active=8, expert_width=8)
-    with pytest.raises(ConfigError, match="block or branch"):
-        ResidualConfig("dar-block", sets="layer")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="true or false"):
+        ResidualConfig("dar-block", share_parameters="layer")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -171,7 +171,7 @@ def _truncate(path: Path) -> None:
 def test_training_goes_on_from_a_saved_model(made: Made, tmp_path: Path):
     """The first loss is the source's, not a fresh model's; a resumed run does not begin again."""
     export(made.folder / "standard", tmp_path / "llama", form="llama")
-    convert(str(tmp_path / "llama"), tmp_path / "dar", "dar-block", ["residual.layers_per_block=1"])
+    convert(str(tmp_path / "llama"), tmp_path / "dar", "dar-block", ["residual.branches_per_block=2"])
     start = read_start(tmp_path / "dar")
     check_tokens(start, made.data)
     changes = [change for change in overrides(train__tokens=8 * 4 * 32) if change.startswith("train.")]

@@ -49,7 +49,7 @@ def decoder_of(residual: str, feedforward: str = "dense", layers: int = 2, **opt
 def blocks_of(residual: str, blocks: int, feedforward: str = "dense", **options: Any) -> Decoder:
     """A decoder of so many blocks, each as small as the method has them."""
     single = residual in ("attnres-full", "attnres-vproj")  # one branch per block
-    options |= {"layers_per_block": 1} if residual.endswith("-block") else {}
+    options |= {"branches_per_block": 2} if residual.endswith("-block") else {}
     decoder = decoder_of(residual, feedforward, blocks // 2 if single else blocks, **options)
     assert len(decoder.stack.blocks) == blocks
     return decoder

@@ -155,8 +155,8 @@ def test_autocast(name: str, feedforward: str):
 def test_a_mask_of_another_shape_is_refused():
     decoder, cache = build_decoder(model_config(), STANDARD), KVCache()
     decoder(random_tokens(2, 5), cache=cache)
-    with pytest.raises(ValueError, match=r"real has shape \(2, 1\) for 2 × 1 tokens after 5 cached ones.* \(2, 6\)"):
-        decoder(random_tokens(2, 1), real=torch.ones(2, 1), cache=cache)
+    with pytest.raises(ValueError, match=r"attention_mask has shape \(2, 1\).* \(2, 6\)"):
+        decoder(random_tokens(2, 1), attention_mask=torch.ones(2, 1), cache=cache)
 
 
 def test_experts_follow_autocast(monkeypatch: pytest.MonkeyPatch):

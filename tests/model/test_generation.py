@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from dualres.config.schema import ResidualConfig
-from dualres.model.context import KVCache, RouterReport, attention_mask
+from dualres.model.context import KVCache, RouterReport, causal_mask
 from dualres.model.decoder import Decoder
 from dualres.model.generation import generate
 from tests.small import FEEDFORWARDS, RESIDUALS, model_config, random_tokens, relative_error, stirred
@@ -50,7 +50,7 @@ def run_in_chunks(decoder: Decoder, tokens: Tensor, sizes: list[int], cache: Any
     for chunk in tokens.split(sizes, 1):
         done += chunk.shape[1]
         seen = None if real is None else real[:, :done]
-        logits.append(decoder(chunk, real=seen, cache=cache))
+        logits.append(decoder(chunk, attention_mask=seen, cache=cache))
         assert cache.get_seq_length() == done
     return torch.cat(logits, 1)
 
@@ -75,7 +75,7 @@ def test_cache_of_transformers(one_decoder, sizes, real):
 def test_left_padded_logits(decoder, sizes):
     tokens = random_tokens(len(REAL), LENGTH)
     if sizes is None:
-        found = decoder(tokens, real=REAL_TOKENS)
+        found = decoder(tokens, attention_mask=REAL_TOKENS)
     else:
         found = run_in_chunks(decoder, tokens, sizes, KVCache(), REAL_TOKENS)
     assert found.isfinite().all()
@@ -86,7 +86,7 @@ def test_left_padded_logits(decoder, sizes):
 @pytest.mark.parametrize("past", [0, 1, 9])
 def test_mask_leaves_no_row_empty(past):
     """Which PyTorch's attention on the CPU would forgive."""
-    mask = attention_mask(LENGTH - past, past, REAL_TOKENS, None, REAL_TOKENS.device)
+    mask = causal_mask(LENGTH - past, past, REAL_TOKENS, None, REAL_TOKENS.device)
     assert mask is not None
     assert mask.shape == (len(REAL), 1, LENGTH - past, LENGTH)
     for row, query, key in itertools.product(range(len(REAL)), range(past, LENGTH), range(LENGTH)):
@@ -187,7 +187,8 @@ def test_prompts_of_other_kinds(one_decoder):
 def test_real_tokens_as_numbers(one_decoder):
     """Tokenizers give 0 and 1."""
     tokens = random_tokens(len(REAL), LENGTH)
-    assert torch.equal(one_decoder(tokens, real=REAL_TOKENS.long()), one_decoder(tokens, real=REAL_TOKENS))
+    wanted = one_decoder(tokens, attention_mask=REAL_TOKENS)
+    assert torch.equal(one_decoder(tokens, attention_mask=REAL_TOKENS.long()), wanted)
 
 
 def test_an_empty_report_says_so():

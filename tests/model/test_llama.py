@@ -109,7 +109,7 @@ def test_left_padding(lengths):
     tokens = random_tokens(batch=3, length=19)
     real = torch.arange(19) >= 19 - torch.tensor(lengths)[:, None]
     positions = (torch.arange(19) - 19 + torch.tensor(lengths)[:, None]).clamp(min=0)
-    our_logits = ours(tokens, real=real)
+    our_logits = ours(tokens, attention_mask=real)
     their_logits = theirs(tokens, attention_mask=real.long(), position_ids=positions).logits
     assert relative_error(our_logits[real], their_logits[real]) < TOLERANCE
     _loss_of_real_tokens(our_logits, tokens, real).backward()

@@ -13,7 +13,7 @@ from torch.nn.functional import linear, silu
 from dualres.config.schema import ResidualConfig
 from dualres.model.context import Context, RouterReport
 from dualres.model.decoder import Decoder
-from dualres.model.moe import Experts, MoE, Together, router_logits
+from dualres.model.moe import Experts, LocalExperts, MoE, router_logits
 from tests.small import (
     MOE,
     RESIDUALS,
@@ -295,7 +295,7 @@ def test_router_logits_keep_float64():
     assert torch.equal(router_logits(tokens, weight), tokens @ weight.T)
 
 
-class Counting(Together):
+class Counting(LocalExperts):
     """Looks at the counts, as experts on other ranks need it: a compiler has to leave off there and begin anew."""
 
     def apply(self, experts: Experts, rows: Tensor, assigned: Tensor) -> Tensor:
@@ -308,7 +308,7 @@ def test_compiled_in_pieces_the_auxiliary_gradient_is_there():
     for compiled in (False, True):
         torch._dynamo.reset()
         moe = moe_alone()
-        moe.aux_coefficient, moe.spread = 1.0, Counting()
+        moe.aux_coefficient, moe.placement = 1.0, Counting()
         run = torch.compile(moe, backend="aot_eager") if compiled else moe
         run(torch.randn(2, 7, WIDTH, generator=torch.Generator().manual_seed(2)), context=context()).sum().backward()
         assert moe.router.weight.grad is not None

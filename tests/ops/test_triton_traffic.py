@@ -80,14 +80,14 @@ def test_the_account_is_what_the_meter_counts(op: str, sizes: dict[str, int], ex
     assert tuple(moved) == tuple(expected)
 
 
-@pytest.mark.parametrize("sets", ["block", "branch"])
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "own"])
 @pytest.mark.parametrize("branches", [2, 4, 6, 8, 16])
 @pytest.mark.parametrize("states", [1, 2, 5, 9])
-def test_a_block_stays_within_its_budget(states: int, branches: int, sets: str, monkeypatch: Any):
+def test_a_block_stays_within_its_budget(states: int, branches: int, shared: bool, monkeypatch: Any):
     """Open to close, by the real pathway: 8d per branch, and its share of the prefix, (2R + 2U)d / S for U sets."""
     monkeypatch.setattr(dispatch, "FORCED", "triton")
     shape = (1, 5, 24)
-    used = tuple(i % 2 if sets == "block" else i for i in range(branches))
+    used = tuple(i % 2 if shared else i for i in range(branches))
     pathway = Dual(shape[-1], Place(states, used), eps=1e-6, gate_scale=1.0, rho_bias=2.0)
     history = tuple(torch.randn(2, *shape) for _ in range(states))
     with torch.no_grad(), Meter(shape) as meter:

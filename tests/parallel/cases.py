@@ -16,7 +16,7 @@ from dualres.model.decoder import part_generator, reset_part
 from dualres.model.moe import MoE
 from dualres.parallel.mesh import Mesh
 from dualres.train.engines import build
-from dualres.train.engines.base import Engine, Micro
+from dualres.train.engines.base import Engine, MicroBatch
 from dualres.train.recipe import learning_rate
 from tests.small import relative_error
 
@@ -54,8 +54,8 @@ MESHES = {
 }
 RESIDUALS = {  # three or seven layers in blocks of two: two or four blocks, the last a short one
     "standard": ResidualConfig("standard"),
-    "attnres-block": ResidualConfig("attnres-block", layers_per_block=2),
-    "dar-block": ResidualConfig("dar-block", layers_per_block=2, gate_scale=1.0),
+    "attnres-block": ResidualConfig("attnres-block", branches_per_block=4),
+    "dar-block": ResidualConfig("dar-block", branches_per_block=4, gate_scale=1.0),
     "mhc": ResidualConfig("mhc", streams=4),
 }
 
@@ -130,12 +130,12 @@ def micro_batches(config: Config, step: int) -> list[Tensor]:
     return list(torch.randint(config.model.vocab_size, shape, generator=generator))
 
 
-def share(config: Config, engine: Engine, step: int) -> list[Micro]:
+def share(config: Config, engine: Engine, step: int) -> list[MicroBatch]:
     """The engine's of them, as the loop deals them out."""
     every, ranks = micro_batches(config, step), engine.data_size
     rounds = -(-len(every) // ranks)
     mine = [every[n] if n < len(every) else None for n in range(engine.data_rank, rounds * ranks, ranks)]
-    return [Micro(every[0], 0.0) if one is None else Micro(one, ranks / len(every)) for one in mine]
+    return [MicroBatch(every[0], 0.0) if one is None else MicroBatch(one, ranks / len(every)) for one in mine]
 
 
 def stirred_parts(seed: int) -> None:

@@ -18,7 +18,7 @@ from dualres.model.block import compile_blocks
 from dualres.parallel import gradients
 from dualres.parallel.history_cache import boundaries
 from dualres.parallel.mesh import Mesh, chunk_sizes, make_groups
-from dualres.parallel.pipeline import make_chunks, micro_batches_run
+from dualres.parallel.pipeline import make_chunks, padded_micro_batches
 from dualres.train.engines import build
 from dualres.train.engines.build import build_engine
 from dualres.train.engines.fsdp import PipelineEngine
@@ -59,7 +59,7 @@ def wanted_bytes(config: Config, mesh: Mesh, resend: bool) -> int:
     assert embeddings == ((len(sizes) if resend else p) - 1 if history else 0)
     plane = MICRO * CONTEXT // mesh.tensor * config.model.width * FLOAT32
     each = -(-config.train.global_batch // MICRO // mesh.data)
-    batches = micro_batches_run(each, p, v) * mesh.data * mesh.tensor
+    batches = padded_micro_batches(each, p, v) * mesh.data * mesh.tensor
     return (states * STREAMS[method] + embeddings) * plane * batches
 
 
@@ -92,7 +92,7 @@ def without_the_sum(world: World) -> list[str]:
         found = {name: whole(p.grad) for name, p in engine.parameters.items()}  # type: ignore[attr-defined]
     finally:
         gradients.sum_together = kept
-    if not world.leads:
+    if not world.is_main:
         return []
     same = {"global_batch": config.train.global_batch, "tokens": config.train.tokens}
     alone = config_of(Case("dar-block", "dense", 1), Mesh(), config.model.layers, **same)
@@ -176,7 +176,7 @@ def main(folder: Path) -> None:
                 results[name] = check(world)
             except Exception:
                 results[name] = [traceback.format_exc()]
-            if world.leads:
+            if world.is_main:
                 (folder / "results.json").write_text(json.dumps(results), encoding="utf-8")
 
 

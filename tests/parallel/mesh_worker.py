@@ -89,14 +89,14 @@ def decided(case: Case, mesh: Mesh) -> tuple[Case, dict[torch.dtype, dict[str, T
 def run(case: Case, mesh: Mesh, world: World) -> list[str]:
     """Three steps on the mesh, in float32 and for one seed also in float64, and the same in one process."""
     dtypes = [torch.float32] if case.seed in SEEDS[1:] else [torch.float64, torch.float32]
-    case, wanted = world.agree(lambda: decided(case, mesh) if world.leads else (case, {}))[0]
+    case, wanted = world.gather_or_raise(lambda: decided(case, mesh) if world.is_main else (case, {}))[0]
     wrong: list[str] = []
     for dtype in dtypes:
         stirred_parts(case.seed)
         with default_dtype(dtype):
             config = config_of(case, mesh)
             seen, other = together(train(config, build_engine(config, world, end_of_text=0), whole))
-        if world.leads:
+        if world.is_main:
             wrong += other + differences(seen, wanted[dtype])
     return wrong
 
@@ -113,7 +113,7 @@ def main(name: str, folder: Path, chosen: str = "") -> None:
                 results[case.name] = run(case, MESHES[name], world)
             except Exception:
                 results[case.name] = [traceback.format_exc()]
-            if world.leads:
+            if world.is_main:
                 (folder / "results.json").write_text(json.dumps(results), encoding="utf-8")
                 if os.environ.get("SHOW"):
                     print(case.name, f"{time.monotonic() - begun:.1f}s", results[case.name][:4], flush=True)

@@ -59,7 +59,7 @@ def go_on(source: str, config: Config, engine: Engine, folder: Path, wanted: lis
     tensors = engine.tensors()
     checkpoints = Checkpoints(folder_of(folder, source), engine.world, keep=1, say=print)
     assert checkpoints.restore(tensors) == STATE
-    engine.adopt(tensors)
+    engine.load_tensors(tensors)
     found = step(config, engine, SAVED)
     off = max(abs(a - b) / abs(b) for a, b in zip(found, wanted, strict=True))
     return [] if off < 1e-5 else [f"{found}, and in one process {wanted}"]
@@ -84,7 +84,7 @@ def main(folder: Path) -> None:
     stirred_parts(CASE.seed)
     results: dict[str, list[str]] = {}
     with join_world("cpu") as world:
-        wanted = world.agree(lambda: alone(folder) if world.leads else [])[0]
+        wanted = world.gather_or_raise(lambda: alone(folder) if world.is_main else [])[0]
         for name, mesh in MESHES.items():
             begin(name, mesh, folder, world)
         for name, mesh in MESHES.items():
@@ -95,7 +95,7 @@ def main(folder: Path) -> None:
                     results[f"{source} to {name}"] = go_on(source, config, engine, folder, wanted)
                 except Exception:
                     results[f"{source} to {name}"] = [traceback.format_exc()]
-        if world.leads:
+        if world.is_main:
             (folder / "wanted.json").write_text(json.dumps(wanted), encoding="utf-8")
             (folder / "results.json").write_text(json.dumps(results), encoding="utf-8")
 

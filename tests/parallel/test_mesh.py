@@ -12,7 +12,7 @@ import pytest
 
 from dualres.config.schema import AnalyzeConfig, Config, ConfigError, ParallelConfig
 from dualres.parallel.mesh import Mesh, chunk_sizes, mesh_of
-from dualres.parallel.pipeline import micro_batches_run
+from dualres.parallel.pipeline import padded_micro_batches
 from tests.parallel.cases import Case, config_of
 from tests.train.tiny import ROOT, overrides
 
@@ -122,7 +122,7 @@ def test_possible_meshes(made: Config, processes: int, described: str):
 def test_every_number_of_micro_batches_has_a_schedule(ranks: int, virtual: int):
     """PyTorch's interleaved schedule wants whole rounds, 1F1B a micro-batch for each rank."""
     for count in range(1, 40):
-        run = micro_batches_run(count, ranks, virtual)
+        run = padded_micro_batches(count, ranks, virtual)
         assert count <= run < count + 2 * ranks
         assert run >= ranks if virtual == 1 else run % max(1, run // ranks) == 0
 

@@ -46,7 +46,7 @@ def run(name: str, folder: Path, world: World) -> None:
     wrong = [key for key, tensor in tensors.items() if not torch.equal(whole(tensor), trained[key])]
     assert not wrong, wrong
     every, _ = together(trained)
-    if world.leads:
+    if world.is_main:
         save_file(every, folder / f"{name}.safetensors")
 
 

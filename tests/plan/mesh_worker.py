@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dualres.config.schema import Config
 from dualres.model import moe
-from dualres.train.engines.base import Engine, Micro
+from dualres.train.engines.base import Engine, MicroBatch
 from dualres.train.engines.build import build_engine
 from dualres.train.engines.fsdp import ShardedEngine
 from dualres.train.process_group import World, join_world
@@ -27,7 +27,7 @@ def evenly(tokens: Tensor, weight: Tensor) -> Tensor:
     return 0 * logits - (turn % len(weight)).float()
 
 
-def step(config: Config, engine: Engine) -> list[Micro]:
+def step(config: Config, engine: Engine) -> list[MicroBatch]:
     """This rank's micro-batches of a step."""
     train, ranks = config.train, engine.data_size
     count = train.global_batch // train.micro_batch
@@ -35,7 +35,8 @@ def step(config: Config, engine: Engine) -> list[Micro]:
     numbers = range(engine.data_rank, -(-count // ranks) * ranks, ranks)
     generator = torch.Generator().manual_seed(engine.data_rank)
     return [
-        Micro(torch.randint(0, config.model.vocab_size, shape, generator=generator), ranks / count) for _ in numbers
+        MicroBatch(torch.randint(0, config.model.vocab_size, shape, generator=generator), ranks / count)
+        for _ in numbers
     ]
 
 

@@ -95,7 +95,7 @@ def test_what_a_pipeline_sends(ranks: int, virtual: int, capsys: pytest.CaptureF
     """Eight blocks in C = P·V even chunks; sixteen micro-batches, states there and gradients back."""
     cut = {"pipeline": ranks, "virtual_stages": virtual}
     given = ["nano", "dar-block", "--gpus", str(ranks), "--gpu-memory", "1", "--set", f"train.parallel={cut}"]
-    given += ["--set", "layers_per_block=1", "--set", "train.global_batch=64", "--set", "train.micro_batch=4"]
+    given += ["--set", "branches_per_block=2", "--set", "train.global_batch=64", "--set", "train.micro_batch=4"]
     _, made = plan_of(capsys, *given)
     p, v, c = ranks, virtual, ranks * virtual
     stream, blocks = 4 * 256 * 96 * 4, 8 // c

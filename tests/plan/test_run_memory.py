@@ -21,7 +21,7 @@ from dualres.model.decoder import build_decoder
 from dualres.model.loss import Objective
 from dualres.ops import dispatch
 from dualres.plan.run_memory import CASTING, count_pass, memory
-from dualres.train.engines.base import Micro, TorchEngine
+from dualres.train.engines.base import MicroBatch, TorchEngine
 from dualres.train.engines.build import build_engine
 from dualres.train.process_group import World
 from tests.peak import Peak
@@ -142,7 +142,7 @@ def held_bytes(engine: TorchEngine) -> dict[str, int]:
     return {kind: sum(local(tensor).nbytes for tensor in tensors) for kind, tensors in kinds.items()}
 
 
-def peak_bytes(engine: TorchEngine, micro_batches: list[Micro]) -> int:
+def peak_bytes(engine: TorchEngine, micro_batches: list[MicroBatch]) -> int:
     """The most of tensors that micro-batches add to what the engine holds."""
     gradients = [p.grad for p in engine.parameters.values() if p.grad is not None]
     held = [*engine.parameters.values(), *gradients, *engine.tensors().values()]
@@ -167,9 +167,9 @@ def step_memory(config: Config, world: World) -> tuple[dict[str, int], int]:
     """What an engine holds between micro-batches, and the most that a micro-batch adds."""
     engine, batch = build_engine(config, world, 256), sequences(config)
     assert isinstance(engine, TorchEngine)
-    engine.accumulate([Micro(batch, 1.0)])
-    engine.accumulate([Micro(batch, 1.0)])  # the first may allocate what stays
-    return held_bytes(engine), peak_bytes(engine, [Micro(batch, 1.0)])
+    engine.accumulate([MicroBatch(batch, 1.0)])
+    engine.accumulate([MicroBatch(batch, 1.0)])  # the first may allocate what stays
+    return held_bytes(engine), peak_bytes(engine, [MicroBatch(batch, 1.0)])
 
 
 PEAKS = [

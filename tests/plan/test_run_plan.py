@@ -166,7 +166,7 @@ def test_a_run_that_goes_on(whole: Path, data: Path, elsewhere: Path, capsys: py
     shutil.rmtree(checkpoint.found(folder / run_folder.CHECKPOINTS)[-1])
     assert planned_folder(folder, data, capsys) == ("ok", f"{folder} goes on from step-000000036 of 40 steps")
     assert planned_folder(folder, data, capsys, train__recompute="full")[0] == "ok"  # computes the same
-    with run_folder.alone(folder):
+    with run_folder.lock_run(folder):
         state, says = planned_folder(folder, data, capsys)
     assert (state, says) == ("problem", f"another process trains in {folder}: wait for it, or use a new folder")
 
@@ -201,7 +201,7 @@ def test_a_folder_of_another_run(whole: Path, data: Path, elsewhere: Path, capsy
 def test_a_batch_that_is_filled_up(
     gpus: int, parallel: dict[str, Any], says: str, data: Path, elsewhere: Path, capsys: pytest.CaptureFixture[str]
 ):
-    changes = {"train__micro_batch": 1, "train__global_batch": 4, "residual__layers_per_block": 1, **parallel}
+    changes = {"train__micro_batch": 1, "train__global_batch": 4, "residual__branches_per_block": 2, **parallel}
     _, made = plan_of(*tiny("--data", str(data), "--gpus", str(gpus), **changes), capsys=capsys)
     state, found = checks_of(made)["batch"]
     assert found.startswith(says)

@@ -31,7 +31,7 @@ def test_products(recompute: str, times: int):
 
 def test_a_short_block_has_fewer_products():
     """Blocks of 4, 4 and 1 layers on three ranks: the first two are slowest."""
-    cut = ["model.layers=9", "layers_per_block=4", "train.parallel.pipeline=3", "model.vocab_size=128"]
+    cut = ["model.layers=9", "branches_per_block=8", "train.parallel.pipeline=3", "model.vocab_size=128"]
     found = planned("nano", "dar-block", 3, MACHINE, *cut)
     assert found.seconds.products == pytest.approx(8 * TOKENS * 3 * 4 * LAYER / 0.5e12)
 

@@ -36,7 +36,7 @@ def test_seeds_are_one_group_and_standard_is_first(suite: Path):
         {"train__engine": "single"},
         {"train__parallel__zero_stage": 1},
         {"residual__rho_bias": 2.0},  # the default, written out
-        {"residual__sets": "block"},
+        {"residual__share_parameters": True},
     ],
     ids=str,
 )
@@ -54,8 +54,8 @@ def test_the_micro_batch_of_routers_does(sparse: Path, tmp_path: Path):
     ("change", "names"),
     [
         ({"train__learning_rate": 0.004}, ("learning_rate=0.003", "learning_rate=0.004")),
-        ({"residual__layers_per_block": 1}, ("layers_per_block=2.0", "layers_per_block=1.0")),
-        ({"residual__sets": "branch"}, ("sets=block", "sets=branch")),
+        ({"residual__branches_per_block": 2}, ("branches_per_block=4", "branches_per_block=2")),
+        ({"residual__share_parameters": False}, ("share_parameters=true", "share_parameters=false")),
         ({"train__clip": 2, "residual__rho_bias": 0}, ("rho_bias=2.0, clip=1.0", "rho_bias=0.0, clip=2.0")),
     ],
     ids=str,

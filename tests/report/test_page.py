@@ -144,7 +144,7 @@ def test_the_papers_losses_are_called_the_papers(page: Element, suite: Path):
 
 def test_the_ablation_has_one_column_of_the_paper(suite: Path, tmp_path: Path):
     run = copy_run(
-        suite / "dar-block-seed0", tmp_path / "run", residual__method="dar-selfkv", residual__layers_per_block=None
+        suite / "dar-block-seed0", tmp_path / "run", residual__method="dar-selfkv", residual__branches_per_block=None
     )
     [table] = section(make(tmp_path / "page.html", run), "paper").all("table")
     header, *rows = table.rows()
@@ -173,7 +173,7 @@ def test_configs_and_commands(page: Element, suite: Path, data: Path):
 
 
 def test_where_there_is_no_command(suite: Path, tmp_path: Path):
-    run = copy_run(suite / "dar-block-seed0", tmp_path / "run", residual__layers_per_block=None)
+    run = copy_run(suite / "dar-block-seed0", tmp_path / "run", residual__branches_per_block=None)
     assert "No configs that ship with dualres lead to it" in section(make(tmp_path / "a.html", run), "configs").text
     started = copy_run(suite / "standard-seed0", tmp_path / "started")
     describe(started, start="llama")

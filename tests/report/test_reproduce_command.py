@@ -18,7 +18,7 @@ OVERRIDES = {
         *("train.seed=7", "train.tokens=40e9", "train.learning_rate=1e-5", "train.min_learning_rate=1e-6"),
         *("train.betas=[0.8, 0.9]", "train.compile=max-autotune", "train.dataset='null'"),
     ],
-    "block": ["residual.layers_per_block=1.5"],
+    "block": ["residual.branches_per_block=3"],
     "model": ["model.context=128", "model.attention_bias=qkv", "model.rope_scaling={kind: linear, factor: 2}"],
 }
 
@@ -70,7 +70,7 @@ def test_the_model_decides_and_not_the_recipe():
 def test_where_none_leads_to_it():
     """A block form without a block size is what no override can say of a scale that has one."""
     config = load_config("nano", "dar-block")
-    without = dataclasses.replace(config, residual=dataclasses.replace(config.residual, layers_per_block=None))
+    without = dataclasses.replace(config, residual=dataclasses.replace(config.residual, branches_per_block=None))
     assert origin(without) is None
 
 

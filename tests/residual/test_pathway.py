@@ -126,13 +126,15 @@ def test_watching_a_decoder_changes_no_bit(name: str, dtype: torch.dtype):
 
 
 @pytest.mark.parametrize("layers", [1, 2, 5])
-@pytest.mark.parametrize("sets", ["block", "branch"])
-@pytest.mark.parametrize("layers_per_block", [1, 2, 3, 5])
-@pytest.mark.parametrize("method", [name for name, row in registry.METHODS.items() if "sets" in row.options])
-def test_every_parameter_is_used(method: str, layers_per_block: int, sets: Any, layers: int):
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "own"])
+@pytest.mark.parametrize("branches_per_block", [2, 4, 6, 10])
+@pytest.mark.parametrize(
+    "method", [name for name, row in registry.METHODS.items() if "share_parameters" in row.options]
+)
+def test_every_parameter_is_used(method: str, branches_per_block: int, shared: bool, layers: int):
     """DDP refuses a parameter that no forward pass uses; a query without a choice and a ρ without a state would be."""
-    config = ResidualConfig(method, layers_per_block=layers_per_block, sets=sets)
-    if layers_per_block > layers:
+    config = ResidualConfig(method, branches_per_block=branches_per_block, share_parameters=shared)
+    if branches_per_block > 2 * layers:
         with pytest.raises(ConfigError, match="at most"):
             stack(config, 2 * layers)
         return
@@ -151,25 +153,25 @@ def test_every_decoder_parameter_gets_a_gradient(name: str, feedforward: str):
 
 
 def test_places():
-    """Two layers per block, five layers: the last block is shorter; two sets serve the alternating branches."""
-    blocks = registry.places(10, ResidualConfig("dar-block", layers_per_block=2))
+    """Four branches per block, five layers: the last block is shorter; two sets serve the alternating branches."""
+    blocks = registry.places(10, ResidualConfig("dar-block", branches_per_block=4))
     assert blocks == [Place(1, (0, 1, 0, 1)), Place(2, (0, 1, 0, 1)), Place(3, (0, 1))]
-    assert blocks[0].choosing() == {0, 1}
-    assert blocks[2].transporting() == {1}
+    assert blocks[0].sets_with_query() == {0, 1}
+    assert blocks[2].sets_with_live_state() == {1}
     full = registry.places(4, ResidualConfig("dar-full"))
-    assert (full[0].choosing(), full[1].choosing()) == ({1}, {0, 1})
-    own = registry.places(4, ResidualConfig("attnres-block", layers_per_block=2, sets="branch"))
+    assert (full[0].sets_with_query(), full[1].sets_with_query()) == ({1}, {0, 1})
+    own = registry.places(4, ResidualConfig("attnres-block", branches_per_block=4, share_parameters=False))
     assert own == [Place(1, (0, 1, 2, 3))]
 
 
 def test_one_dar_branch_per_block_is_refused_with_the_reason():
-    with pytest.raises(ConfigError, match=r"layers_per_block=0\.5\).*collinear.*use layers_per_block 1 or more"):
-        stack(ResidualConfig("dar-full", layers_per_block=0.5))
+    with pytest.raises(ConfigError, match=r"branches_per_block=1\).*collinear.*use branches_per_block 2 or more"):
+        stack(ResidualConfig("dar-full", branches_per_block=1))
 
 
 def test_a_foreign_option_is_refused():
     with pytest.raises(
-        ConfigError, match=r"residual\.rho_bias=1\.0 is not an option of attnres-block \(it has: sets\)"
+        ConfigError, match=r"residual\.rho_bias=1\.0 is not an option of attnres-block \(it has: share_parameters\)"
     ):
         stack(ResidualConfig("attnres-block", rho_bias=1.0))
 
@@ -222,10 +224,10 @@ def by_branch(made: ResidualStack) -> list[list[nn.Module]]:
 @pytest.mark.parametrize("name", ["standard", "mhc-2"])
 def test_block_size_means_nothing_without_history(name: str):
     """It only says what is sharded or recomputed together, and where mHC rounds its streams."""
-    first = stack(dataclasses.replace(RESIDUALS[name], layers_per_block=1)).double()
+    first = stack(dataclasses.replace(RESIDUALS[name], branches_per_block=2)).double()
     embedding = torch.randn(BATCH, LENGTH, WIDTH, dtype=torch.float64)
-    for layers_per_block in (0.5, 1.5, 2, 5):
-        other = stack(dataclasses.replace(RESIDUALS[name], layers_per_block=layers_per_block)).double()
+    for branches_per_block in (1, 3, 4, 10):
+        other = stack(dataclasses.replace(RESIDUALS[name], branches_per_block=branches_per_block)).double()
         for into, of in zip(by_branch(other), by_branch(first), strict=True):
             for a, b in zip(into, of, strict=True):
                 a.load_state_dict(b.state_dict())

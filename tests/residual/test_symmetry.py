@@ -10,7 +10,7 @@ from dualres.residual.gates import Gate
 from tests.small import model_config, next_token_loss, real_text
 
 METHODS = {
-    "dar-block": ResidualConfig("dar-block", layers_per_block=2, gate_scale=0.0),
+    "dar-block": ResidualConfig("dar-block", branches_per_block=4, gate_scale=0.0),
     "dar-full": ResidualConfig("dar-full", gate_scale=0.0),
     "mhc-2": ResidualConfig("mhc", streams=2, gate_scale=0.0),
     "mhc-4": ResidualConfig("mhc", streams=4, gate_scale=0.0),

@@ -14,9 +14,9 @@ METHODS = {
     **{name: config for name, config in RESIDUALS.items() if name != "standard"},
     "mhc-3": ResidualConfig("mhc", streams=3),
     "attnres-vproj-low-rank": ResidualConfig("attnres-vproj", value_rank=4),
-    "attnres-block-3-branches": ResidualConfig("attnres-block", layers_per_block=1.5),
-    "dar-block-own-sets": ResidualConfig("dar-block", layers_per_block=2, sets="branch"),
-    "dar-block-1": ResidualConfig("dar-block", layers_per_block=1),
+    "attnres-block-3-branches": ResidualConfig("attnres-block", branches_per_block=3),
+    "dar-block-own-sets": ResidualConfig("dar-block", branches_per_block=4, share_parameters=False),
+    "dar-block-1": ResidualConfig("dar-block", branches_per_block=2),
 }
 
 

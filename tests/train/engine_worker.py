@@ -47,7 +47,7 @@ def main(group: str, data: Path, folder: Path, start: Path) -> None:
                 train(config, data, folder / name(*case), world, Told(), start=begin)
             except Exception:
                 errors[name(*case)] = traceback.format_exc()
-        if world.leads:
+        if world.is_main:
             (folder / "errors.json").write_text(json.dumps(errors))
 
 

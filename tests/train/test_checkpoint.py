@@ -17,10 +17,10 @@ GLOO: Any = object()  # a group that is never used
 def failing_saves(folder: Path, error: Exception, monkeypatch: pytest.MonkeyPatch) -> Checkpoints:
     """Of one of two ranks, whose first save fails so."""
 
-    def agree(*_: Any) -> None:
+    def gather_or_raise(*_: Any) -> None:
         raise error
 
-    monkeypatch.setattr(checkpoint, "agree", agree)
+    monkeypatch.setattr(checkpoint, "gather_or_raise", gather_or_raise)
     saves = Checkpoints(folder, World(1, 2, torch.device("cpu"), GLOO, GLOO), keep=1, say=print)
     saves.save(1, {}, {"best_step": 0})
     saves.wait()

@@ -113,7 +113,7 @@ def test_a_folder_in_use_is_refused_by_all_ranks_at_once(data: Path, tmp_path: P
     """Also by the one that is last to leave, which torchrun terminates as soon as the other has ended."""
     monkeypatch.setenv("FAULT", "0 late_to_leave")
     folder = tmp_path / "run"
-    with run_folder.alone(folder):
+    with run_folder.lock_run(folder):
         process = launch(data, folder, ranks=2, program="tests.parallel.fault_worker")
         assert process.wait(DEADLINE) == 1
     refusal = f"another process trains in {folder}: wait for it, or use a new folder"

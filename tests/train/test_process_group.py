@@ -17,8 +17,14 @@ from torch._C._distributed_c10d import HashStore, Store
 from torch.distributed.distributed_c10d import PrefixStore
 
 from dualres.train import failure_detection
-from dualres.train.failure_detection import NEVER, hearing_terminations, lost_ranks, naming_lost_ranks, record_failure
-from dualres.train.process_group import STARTING, World, _sendable, limit_waiting, name_start
+from dualres.train.failure_detection import (
+    NEVER,
+    catch_sigterm,
+    record_failure,
+    report_failed_ranks,
+    unresponsive_ranks,
+)
+from dualres.train.process_group import STARTUP_TIMEOUT, World, _sendable, agree_on_job_id, set_timeout
 from dualres.util.errors import TrainError
 
 SIZE, SOON = 4, timedelta(seconds=60)
@@ -39,7 +45,7 @@ def start(store: Store, order: list[int], pause: float = 0.0) -> list[str]:
     with ThreadPoolExecutor(SIZE) as pool:
         names = []
         for rank in order:
-            names.append(pool.submit(name_start, store, rank, SIZE, SOON))
+            names.append(pool.submit(agree_on_job_id, store, rank, SIZE, SOON))
             time.sleep(pause)
         return [name.result() for name in names]
 
@@ -62,19 +68,19 @@ def test_a_start_after_one_that_never_was_complete():
     store = HashStore()
     for rank in (0, 2):  # asked or answered, and killed
         with pytest.raises(TrainError):
-            name_start(store, rank, SIZE, timedelta(seconds=0.1))
+            agree_on_job_id(store, rank, SIZE, timedelta(seconds=0.1))
     assert len(set(start(store, [0, 1, 2, 3], 0.1))) == 1
 
 
 def test_ranks_that_do_not_come_are_named():
     store, limit = HashStore(), timedelta(seconds=3)
     with pytest.raises(TrainError, match=r"^rank 0 of 4 did not come within 0\.05 minutes"):
-        name_start(store, 1, SIZE, limit)
+        agree_on_job_id(store, 1, SIZE, limit)
     with ThreadPoolExecutor() as pool:
-        pool.submit(name_start, store, 2, SIZE, SOON)
+        pool.submit(agree_on_job_id, store, 2, SIZE, SOON)
         store.wait(["rank 2 asks"], SOON)
         with pytest.raises(TrainError, match=r"^ranks 1, 3 of 4 did not come within 0\.05 minutes"):
-            name_start(store, 0, SIZE, limit)
+            agree_on_job_id(store, 0, SIZE, limit)
 
 
 def test_one_verdict_at_one_time(monkeypatch: pytest.MonkeyPatch):
@@ -83,13 +89,13 @@ def test_one_verdict_at_one_time(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(failure_detection, "ANSWER", 12.0)
     monkeypatch.setattr(failure_detection, "STOP", 600.0)
     store, ended = HashStore(), threading.Event()
-    begun, took = time.monotonic(), {}
+    began, took = time.monotonic(), {}
 
     def notice(rank: int, delay: float) -> list[int]:
         time.sleep(delay)
         record_failure(store, rank_of(rank), RuntimeError("connection closed"))
-        found = lost_ranks(store, rank_of(rank))
-        took[rank] = time.monotonic() - begun
+        found = unresponsive_ranks(store, rank_of(rank))
+        took[rank] = time.monotonic() - began
         return found
 
     with ThreadPoolExecutor(SIZE) as pool:
@@ -125,7 +131,7 @@ def test_thousands_of_ranks_ask_the_store_little(monkeypatch: pytest.MonkeyPatch
             failure_detection._here(store, member)
     asked = [Asked(store) for _ in range(3)]
     with ThreadPoolExecutor() as pool:
-        verdicts = list(pool.map(lambda one, member: lost_ranks(one, member), asked, many))
+        verdicts = list(pool.map(lambda one, member: unresponsive_ranks(one, member), asked, many))
     assert verdicts == [[gone]] * 3
     assert all(one.questions < 60 for one in asked), [one.questions for one in asked]
 
@@ -138,7 +144,7 @@ def test_a_rank_that_waits_for_ever_speaks_and_ends(
     monkeypatch.setattr("os._exit", codes.append)
     store = HashStore()
     store.set(failure_detection.FAILED, "rank 1 of 4 has failed (connection closed)")
-    store.set(failure_detection.LOST, "[3]")
+    store.set(failure_detection.UNRESPONSIVE, "[3]")
     failure_detection._answer(store, rank_of(2), threading.Event(), quiet, threading.Event())
     assert codes == [1]
     assert capsys.readouterr().err.startswith("dualres, rank 2: rank 3 of 4 no longer answers: rank 2 stops too (")
@@ -199,7 +205,7 @@ def test_a_terminated_rank_calls_the_roll(
         else:
             time.sleep(5)
             assert not store.check([failure_detection.FAILED])
-            assert not store.check([failure_detection.LOST])
+            assert not store.check([failure_detection.UNRESPONSIVE])
         ended.set()
     assert codes == ([1] if words else [])
     assert capsys.readouterr().err.startswith(words)
@@ -217,7 +223,7 @@ def test_an_answer_to_the_roll_is_none_to_a_failure(monkeypatch: pytest.MonkeyPa
         store.wait([failure_detection.CALLED], SOON)
         for rank in (0, 1):
             record_failure(store, rank_of(rank), RuntimeError("connection closed"))
-        assert lost_ranks(store, rank_of(0)) == [3]
+        assert unresponsive_ranks(store, rank_of(0)) == [3]
         ended.set()
         answer.result(60)
 
@@ -243,7 +249,7 @@ def test_a_store_that_once_did_not_reply_is_asked_again(monkeypatch: pytest.Monk
 
 def test_a_signal_is_heard_while_the_main_thread_waits():
     before = signal.getsignal(signal.SIGTERM)
-    with hearing_terminations() as terminated:
+    with catch_sigterm() as terminated:
         assert not terminated()
         os.kill(os.getpid(), signal.SIGTERM)
         with ThreadPoolExecutor(1) as pool:
@@ -256,18 +262,18 @@ def test_a_signal_is_heard_while_the_main_thread_waits():
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="this PyTorch was built without gloo")
 def test_saving_may_wait_for_a_slow_disk():
     """A group that has waited too long is broken for good, and with it all later checkpoints."""
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1, timeout=STARTING)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1, timeout=STARTUP_TIMEOUT)
     try:
         control, saving = dist.new_group(backend="gloo"), dist.new_group(backend="gloo")
         groups: list[Any] = [dist.group.WORLD, control, saving]
         limits = []
         for seconds in (7.0, 7000.0):
-            limit_waiting(World(0, 1, torch.device("cpu"), control, saving), seconds)
+            set_timeout(World(0, 1, torch.device("cpu"), control, saving), seconds)
             limits.append([group._get_backend(torch.device("cpu")).options._timeout for group in groups])
     finally:
         dist.destroy_process_group()
     short, long = timedelta(seconds=7), timedelta(seconds=7000)
-    assert limits == [[short, short, STARTING], [long, long, long]]
+    assert limits == [[short, short, STARTUP_TIMEOUT], [long, long, long]]
 
 
 def test_an_error_that_cannot_be_sent_keeps_its_words(tmp_path: Path):
@@ -285,7 +291,7 @@ def failing(rank: int, error: Exception, store: Store, monkeypatch: pytest.Monke
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
     monkeypatch.setattr("signal.signal", lambda *_: None)
     kind = RuntimeError if isinstance(error, RuntimeError) else type(error)
-    with pytest.raises(kind) as caught, naming_lost_ranks(rank_of(rank)):
+    with pytest.raises(kind) as caught, report_failed_ranks(rank_of(rank)):
         raise error
     return caught.value
 
@@ -320,12 +326,12 @@ def test_an_error_of_one_stays_and_the_others_give_it(
 
 
 def test_errors_that_all_have_wait_for_no_one(monkeypatch: pytest.MonkeyPatch):
-    store, begun = HashStore(), time.monotonic()
+    store, began = HashStore(), time.monotonic()
     for rank in range(SIZE):
         error = TrainError("the loss is nan")
         assert failing(rank, error, store, monkeypatch) is error
-    assert time.monotonic() - begun < failure_detection.ANSWER / 2
-    assert not store.check([failure_detection.LOST])
+    assert time.monotonic() - began < failure_detection.ANSWER / 2
+    assert not store.check([failure_detection.UNRESPONSIVE])
 
 
 @pytest.mark.parametrize(
@@ -340,15 +346,15 @@ def test_ranks_that_fail_leave_together(
     patience: float, verdict: list[int], late: list[int], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(failure_detection, "LEAVE", patience)
-    store, begun = HashStore(), time.monotonic()
-    store.set(failure_detection.LOST, str(verdict))
+    store, began = HashStore(), time.monotonic()
+    store.set(failure_detection.UNRESPONSIVE, str(verdict))
     with ThreadPoolExecutor(SIZE) as pool:
-        first = [pool.submit(failure_detection.leave_together, store, rank_of(rank)) for rank in (0, 1)]
+        first = [pool.submit(failure_detection.exit_together, store, rank_of(rank)) for rank in (0, 1)]
         time.sleep(1)
         assert patience < 60 or not any(one.done() for one in first)
         for rank in late:
-            pool.submit(failure_detection.leave_together, store, rank_of(rank))
-    assert time.monotonic() - begun < 30
+            pool.submit(failure_detection.exit_together, store, rank_of(rank))
+    assert time.monotonic() - began < 30
 
 
 @pytest.mark.parametrize(
@@ -356,7 +362,7 @@ def test_ranks_that_fail_leave_together(
     [([0, 2], "rank 3 of 4 no longer answers: "), ([2], "ranks 0, 3 of 4 no longer answer: ")],
     ids=["one", "two"],
 )
-def test_lost_ranks_are_named(here: list[int], words: str, monkeypatch: pytest.MonkeyPatch):
+def test_unresponsive_ranks_are_named(here: list[int], words: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(failure_detection, "ANSWER", 0.2)
     store = HashStore()
     for rank in here:

@@ -18,7 +18,7 @@ from dualres.config.schema import Config
 from dualres.data.prepare import Settings, prepare
 from dualres.train import run_folder
 from dualres.train.checkpoint import found
-from dualres.train.loop import Done, train
+from dualres.train.loop import TrainResult, train
 from dualres.train.metrics import METRICS
 from dualres.train.process_group import World
 from dualres.util.progress import Progress
@@ -89,7 +89,7 @@ def terminate() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def train_tiny(config: Config, data: Path, folder: Path, progress: Progress | None = None) -> Done:
+def train_tiny(config: Config, data: Path, folder: Path, progress: Progress | None = None) -> TrainResult:
     return train(config, data, folder, ALONE, progress or Told())
 
 

@@ -25,7 +25,7 @@ from dualres.train.process_group import World
 from dualres.train.recipe import adamw, fresh_state
 
 
-class Micro(NamedTuple):
+class MicroBatch(NamedTuple):
     """A micro-batch, and how much of the step's gradient is its: on average over data-parallel ranks they add up to 1.
 
     A share of 0 fills up a batch that does not divide: it runs, since all ranks must, and counts for nothing.
@@ -52,7 +52,7 @@ class Engine(ABC):
         self.data_rank, self.data_size = world.rank, world.size  # which share of the data is this rank's, of how many
 
     @abstractmethod
-    def accumulate(self, micro_batches: Sequence[Micro]) -> Losses:
+    def accumulate(self, micro_batches: Sequence[MicroBatch]) -> Losses:
         """The gradient of a step: forward and backward of all micro-batches of this rank."""
 
     @abstractmethod
@@ -64,7 +64,7 @@ class Engine(ABC):
         """What a checkpoint holds, by name, `model.…` and `optimizer.…`; sharded where the engine shards."""
 
     @abstractmethod
-    def adopt(self, tensors: dict[str, Tensor]) -> None:
+    def load_tensors(self, tensors: dict[str, Tensor]) -> None:
         """Take over the values of a checkpoint that were loaded into the result of `tensors`."""
 
     @torch.no_grad()
@@ -89,12 +89,12 @@ class TorchEngine(Engine):
         for parameter in self.parameters.values():  # from the start, so that a checkpoint always has the same tensors
             self.optimizer.state[parameter] = fresh_state(parameter)
 
-    def accumulate(self, micro_batches: Sequence[Micro]) -> Losses:
+    def accumulate(self, micro_batches: Sequence[MicroBatch]) -> Losses:
         """One after the other."""
         language = router = 0.0
         for number, (sequences, share) in enumerate(micro_batches, 1):
             report = RouterReport(scale=share)
-            with self.synchronised(number == len(micro_batches)):
+            with self.gradient_sync(number == len(micro_batches)):
                 with self.autocast():
                     loss = self.wrapped(sequences.to(self.world.device), report)
                 (loss * share).backward()
@@ -104,7 +104,7 @@ class TorchEngine(Engine):
 
     def update(self, learning_rate: float, clip: float) -> float:
         """Clip, and step unless the gradient is not finite."""
-        size = self.clipped(clip)
+        size = self.clip_gradient(clip)
         if math.isfinite(size):
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate
@@ -112,7 +112,7 @@ class TorchEngine(Engine):
             self.optimizer.zero_grad()
         return size
 
-    def clipped(self, limit: float) -> float:
+    def clip_gradient(self, limit: float) -> float:
         """Clip the gradient. -> its norm before"""
         return float(nn.utils.clip_grad_norm_(self.parameters.values(), limit))
 
@@ -124,10 +124,10 @@ class TorchEngine(Engine):
                 found[f"optimizer.{key}.{name}"] = value
         return found
 
-    def adopt(self, tensors: dict[str, Tensor]) -> None:
+    def load_tensors(self, tensors: dict[str, Tensor]) -> None:
         """Nothing to do: the tensors are the model's and the optimizer's own."""
 
-    def synchronised(self, last: bool) -> contextlib.AbstractContextManager[None]:
+    def gradient_sync(self, last: bool) -> contextlib.AbstractContextManager[None]:
         """DDP adds gradients over ranks once, at the last micro-batch; FSDP2 keeps only its shard, so at every one."""
         if isinstance(self.wrapped, DistributedDataParallel) and not last:
             return self.wrapped.no_sync()

@@ -14,11 +14,11 @@ from dualres.config.schema import Config, TrainConfig
 from dualres.model.block import compile_blocks, recompute_blocks
 from dualres.model.decoder import Decoder, Vocabulary, build_decoder, reset_part
 from dualres.model.loss import CrossEntropy, Objective
-from dualres.parallel.experts import spread_experts
+from dualres.parallel.experts import distribute_experts
 from dualres.parallel.gradients import dimensions
 from dualres.parallel.mesh import Groups, Mesh, chunk_sizes, make_groups, mesh_of
-from dualres.parallel.pipeline import Chunk, drop_unused, make_chunks
-from dualres.parallel.tensor import cut_branches, cut_vocabulary
+from dualres.parallel.pipeline import PipelineChunk, drop_unused, make_chunks
+from dualres.parallel.tensor import shard_branches, shard_vocabulary
 from dualres.parallel.vocab_loss import VocabularyLoss
 from dualres.train.engines.base import Engine, TorchEngine
 from dualres.train.engines.deepspeed import DeepSpeedEngine
@@ -100,12 +100,12 @@ def _fsdp2(config: Config, world: World, end_of_text: int) -> Engine:
         _shard_units(config, world, groups, decoder, [*decoder.stack, objective])
         return ShardedEngine(config, world, objective, groups)
     chunks = make_chunks(objective, chunk_sizes(config, mesh), mesh.pipeline, groups.stage)
-    twofold: list[str] = []
+    tied: list[str] = []
     for chunk in chunks.values():
         _shard_units(config, world, groups, decoder, [*cast(Sequence[nn.Module], chunk.blocks), chunk])
         if config.model.tied_embeddings and (chunk.arriving is None or chunk.leaving is None):
-            twofold = [f"vocabulary.{name}" for name, _ in decoder.vocabulary.named_parameters()]
-    return PipelineEngine(config, world, objective, groups, twofold, chunks)
+            tied = [f"vocabulary.{name}" for name, _ in decoder.vocabulary.named_parameters()]
+    return PipelineEngine(config, world, objective, groups, tied, chunks)
 
 
 def _shard_units(config: Config, world: World, groups: Groups, decoder: Decoder, units: Sequence[nn.Module]) -> None:
@@ -131,14 +131,14 @@ def _shard_units(config: Config, world: World, groups: Groups, decoder: Decoder,
             if id(part) in drawn and any(p.is_meta for p in part.parameters()):
                 part.to_empty(device=world.device)
                 reset_part(part, drawn[id(part)], config.model.init_std, config.train.seed)
-                if isinstance(unit, Chunk) and isinstance(part, Vocabulary):
+                if isinstance(unit, PipelineChunk) and isinstance(part, Vocabulary):
                     drop_unused(part, unit)
                 if sizes.tensor > 1:
-                    cut_branches(part, groups.tensor)
+                    shard_branches(part, groups.tensor)
                     if isinstance(part, Vocabulary):
-                        cut_vocabulary(part, groups.tensor)
+                        shard_vocabulary(part, groups.tensor)
                 if sizes.expert_ranks > 1:
-                    spread_experts(part, groups)
+                    distribute_experts(part, groups)
         elsewhere = {p for p in unit.parameters() if p.is_meta}
         fully_shard(
             unit, mesh=groups.data, mp_policy=policy, shard_placement_fn=placement, ignored_params=elsewhere or None

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from dualres.config.schema import Config
 from dualres.model.context import RouterReport
 from dualres.model.loss import Objective
-from dualres.train.engines.base import Engine, Losses, Micro
+from dualres.train.engines.base import Engine, Losses, MicroBatch
 from dualres.train.process_group import World
 from dualres.train.recipe import adamw, fresh_state
 from dualres.util.errors import TrainError
@@ -49,7 +49,7 @@ class DeepSpeedEngine(Engine):
         self.parameters = dict(self.decoder.named_parameters())
         self._create_moments(config.model.context)
 
-    def accumulate(self, micro_batches: Sequence[Micro]) -> Losses:
+    def accumulate(self, micro_batches: Sequence[MicroBatch]) -> Losses:
         """One after the other."""
         language = router = 0.0
         for number, (sequences, share) in enumerate(micro_batches, 1):
@@ -80,7 +80,7 @@ class DeepSpeedEngine(Engine):
             found[f"optimizer.step.{name}"] = self._count().clone()
         return found
 
-    def adopt(self, tensors: dict[str, Tensor]) -> None:
+    def load_tensors(self, tensors: dict[str, Tensor]) -> None:
         """Hand the whole tensors back, each rank takes its part."""
         for name, parameter in self.parameters.items():
             weights = tensors[f"model.{name}"]
@@ -111,7 +111,7 @@ class DeepSpeedEngine(Engine):
             for flat in group["params"]:
                 self.adamw.state[flat] = fresh_state(flat)
         nothing = torch.zeros(1, context + 1, dtype=torch.long)
-        self.accumulate([Micro(nothing, 0.0)])
+        self.accumulate([MicroBatch(nothing, 0.0)])
         self.update(0.0, 1.0)
         for state in self.adamw.state.values():
             state["step"].zero_()

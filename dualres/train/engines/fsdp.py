@@ -14,31 +14,31 @@ from dualres.model.context import RouterReport
 from dualres.model.loss import Objective
 from dualres.parallel import gradients
 from dualres.parallel.mesh import Groups, chunk_sizes
-from dualres.parallel.pipeline import Chunk, Relay, Stage, make_schedule, micro_batches_run
-from dualres.train.engines.base import Losses, Micro, TorchEngine
+from dualres.parallel.pipeline import ForwardPipeline, PipelineChunk, Stage, make_schedule, padded_micro_batches
+from dualres.train.engines.base import Losses, MicroBatch, TorchEngine
 from dualres.train.process_group import World
 
 
 class ShardedEngine(TorchEngine):
     """Tensor groups and expert ranks work inside the model; here their gradients are finished and counted."""
 
-    def __init__(self, config: Config, world: World, objective: Objective, groups: Groups, twofold: Sequence[str] = ()):
+    def __init__(self, config: Config, world: World, objective: Objective, groups: Groups, tied: Sequence[str] = ()):
         super().__init__(config.train, world, objective, objective)
         self.groups = groups
         self.data_rank, self.data_size = groups.data_rank, groups.sizes.data
-        self.roles = gradients.roles(self.parameters, groups, twofold)
+        self.roles = gradients.roles(self.parameters, groups, tied)
 
-    def accumulate(self, micro_batches: Sequence[Micro]) -> Losses:
+    def accumulate(self, micro_batches: Sequence[MicroBatch]) -> Losses:
         """One after the other."""
         losses = super().accumulate(micro_batches)
         gradients.finish(self.roles, self.groups)
         return losses
 
-    def adopt(self, tensors: dict[str, Tensor]) -> None:
+    def load_tensors(self, tensors: dict[str, Tensor]) -> None:
         """The tensors are the engine's own; what was gathered of them before is old."""
         reshard(self.wrapped)
 
-    def clipped(self, limit: float) -> float:
+    def clip_gradient(self, limit: float) -> float:
         """Over all ranks of the mesh."""
         norm = math.sqrt(self.world.sum([gradients.squares(self.roles)])[0])
         gradients.clip(self.roles, norm, limit)
@@ -54,10 +54,10 @@ class PipelineEngine(ShardedEngine):
         world: World,
         objective: Objective,
         groups: Groups,
-        twofold: Sequence[str],
-        chunks: dict[int, Chunk],
+        tied: Sequence[str],
+        chunks: dict[int, PipelineChunk],
     ):
-        super().__init__(config, world, objective, groups, twofold)
+        super().__init__(config, world, objective, groups, tied)
         sizes, train, model = groups.sizes, config.train, config.model
         shape = train.micro_batch, model.context // sizes.tensor, model.width
         dtype = torch.bfloat16 if train.precision == "bf16" else torch.get_default_dtype()
@@ -83,14 +83,14 @@ class PipelineEngine(ShardedEngine):
             )
             for c, chunk in chunks.items()
         ]
-        self.relay = Relay(self.stages, self.arriving, groups.pipeline.get_group())
+        self.relay = ForwardPipeline(self.stages, self.arriving, groups.pipeline.get_group())
         self.schedule: Any = None
 
-    def accumulate(self, micro_batches: Sequence[Micro]) -> Losses:
+    def accumulate(self, micro_batches: Sequence[MicroBatch]) -> Losses:
         """All of them on their way at a time; a schedule that needs more gets some that count for nothing."""
         sizes = self.groups.sizes
-        count = micro_batches_run(len(micro_batches), sizes.pipeline, sizes.virtual)
-        filling = [Micro(micro_batches[0].sequences, 0.0)] * (count - len(micro_batches))
+        count = padded_micro_batches(len(micro_batches), sizes.pipeline, sizes.virtual)
+        filling = [MicroBatch(micro_batches[0].sequences, 0.0)] * (count - len(micro_batches))
         given = [*micro_batches, *filling]
         if self.schedule is None:
             self.schedule = make_schedule(self.stages, count, lambda loss, share: loss * share.squeeze())
@@ -111,7 +111,7 @@ class PipelineEngine(ShardedEngine):
         )
         return Losses(float(sum(loss.detach() for loss in losses)) * sizes.pipeline, router * sizes.pipeline)
 
-    def adopt(self, tensors: dict[str, Tensor]) -> None:
+    def load_tensors(self, tensors: dict[str, Tensor]) -> None:
         """As of one without a pipeline."""
         for stage in self.stages:
             reshard(stage.submod)

@@ -22,7 +22,7 @@ from tests.small import RESIDUALS, gradients, model_config, next_token_loss, ran
 BATCH, LENGTH, VOCABULARY = 2, 14, 96  # two ranks halve them
 EXACT, TOLERANCE = 1e-9, 1e-5  # relative root mean square; `exact` says which
 LAYERS = 3  # with two layers per block, the last block is a shorter one
-METHODS = {**RESIDUALS, "dar-halves": ResidualConfig("dar-block", layers_per_block=1.5)}  # a block ends inside a layer
+METHODS = {**RESIDUALS, "dar-halves": ResidualConfig("dar-block", branches_per_block=3)}  # a block ends inside a layer
 
 
 def small(feedforward: str, layout: Layout, **changes: Any) -> ModelConfig:

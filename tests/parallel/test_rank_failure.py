@@ -31,7 +31,7 @@ MESH: dict[str, Any] = {  # tp2·pp2
     "train__parallel__tensor": 2,
     "train__parallel__pipeline": 2,
     "train__parallel__sequence_parallel": "true",
-    "residual__layers_per_block": 1,
+    "residual__branches_per_block": 2,
 }
 
 
