@@ -26,12 +26,12 @@ from dualres.commands.arguments import hush
 from dualres.config.loading import load_config
 from dualres.data.tokenizer import train_bpe
 from dualres.evaluate import zero_shot
-from dualres.evaluate.subject import load_subject
 from dualres.evaluate.task_documents import OLMO, TaskDocuments, task_documents
 from dualres.evaluate.tasks import tasks_of
 from dualres.hub import llama
 from dualres.hub.convert import convert
 from dualres.hub.hf_tokenizer import as_transformers
+from dualres.hub.open_model import open_model
 from dualres.util.tables import table
 
 HARNESS = "lm-eval hf, Llama"
@@ -97,7 +97,7 @@ def prepared(given: argparse.Namespace, documents: TaskDocuments, folder: Path) 
 
 def ours(path: str, documents: TaskDocuments, given: argparse.Namespace) -> Callable[[], float]:
     """What `dualres evaluate` does with a task."""
-    subject = load_subject(path, device="cpu")
+    subject = open_model(Path(path))
 
     def score() -> float:
         found = zero_shot.score_task(subject, documents, batch=given.batch, limit=given.documents)

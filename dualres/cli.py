@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from dualres import __version__
 from dualres.commands import analyze, describe, evaluate, export, generate, plan, prepare, report, suite, train
 from dualres.config.schema import ConfigError
-from dualres.hub.errors import ModelError
-from dualres.util.errors import DataError, TrainError
+from dualres.util.errors import DataError, ModelError, TrainError
 from dualres.util.optional_dependencies import MissingExtraError
 from dualres.util.progress import say_as
 

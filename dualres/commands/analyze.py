@@ -5,11 +5,9 @@ import dataclasses
 import gc
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import tokenizers
-import torch
 
 from dualres.analyze import figures
 from dualres.analyze.analysis import Protocol, analyse
@@ -19,30 +17,17 @@ from dualres.commands.evaluate import Named, models_of
 from dualres.config.schema import ConfigError
 from dualres.data import shards
 from dualres.data.loader import Loader
-from dualres.data.tokenizer import same_tokens
-from dualres.evaluate.subject import identity
-from dualres.hub.errors import ModelError
-from dualres.hub.export import is_run
-from dualres.hub.hf_tokenizer import load_tokenizer
-from dualres.hub.model_folder import is_ours, load_model
-from dualres.model.decoder import Decoder
-from dualres.train.load import CHOICES, load_run
+from dualres.hub.model_folder import is_exported
+from dualres.hub.open_model import open_model
 from dualres.train.metrics import METRICS, read_rows
-from dualres.train.run_folder import read_description
-from dualres.util.errors import DataError
+from dualres.train.run_folder import is_run, read_description
+from dualres.util.errors import DataError, ModelError
 from dualres.util.progress import Progress
 from dualres.util.tables import table
 from dualres.util.version import VERSION
 
 DEFAULT_OUT = Path("analyses")
 LONGEST = 4096  # the paper's sequences
-
-
-class Looked(NamedTuple):
-    """A model that is looked at."""
-
-    decoder: Decoder
-    tokenizer: tokenizers.Tokenizer | None
 
 
 def add(commands: Any) -> None:
@@ -78,7 +63,7 @@ def add(commands: Any) -> None:
         default=defaults.retrieval_sequences,
         help="for retrieval, sizes and experts, all tokens (default 8)",
     )
-    sub.add_argument("--checkpoint", choices=CHOICES, default="last", help="which of a run's (default last)")
+    arguments.checkpoint(sub)
     sub.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU if there is one")
     sub.set_defaults(command=_analyze)
 
@@ -92,7 +77,7 @@ def _analyze(given: argparse.Namespace) -> int:
     if given.out.is_file():
         raise ConfigError(f"--out {given.out} is a file: name a folder")
     for model in models:  # what is missing is said before the first model takes its time
-        if not is_run(Path(model.path)) and not is_ours(Path(model.path)):
+        if not is_run(Path(model.path)) and not is_exported(Path(model.path)):
             raise ModelError(f"{model.path} is neither a run's folder nor a saved dualres model: give one of them")
         _data_of(model, given.data)
     progress = Progress()
@@ -129,9 +114,12 @@ def _one(model: Named, given: argparse.Namespace, progress: Progress) -> Analysi
     folder, data = Path(model.path), _data_of(model, given.data)
     index = shards.read_index(data)
     progress.show(f"{model.name}  loading")
-    looked = _open(folder, given.checkpoint)
-    _check_tokenizer(looked, model, data, index)
-    decoder = looked.decoder.to(_device(given.device))
+    if not is_run(folder):
+        arguments.hush()
+    opened = open_model(folder, checkpoint=given.checkpoint, device=given.device)
+    opened.require_tokenizer()
+    opened.check_tokens(data)
+    decoder = opened.decoder
     shards.verify(data, dataclasses.replace(index, train=()), decoder.config.vocab_size)
     length = given.length or min(decoder.config.context, LONGEST)
     if length > decoder.config.context:
@@ -144,9 +132,8 @@ def _one(model: Named, given: argparse.Namespace, progress: Progress) -> Analysi
             f"for: lower --sequences and --retrieval-sequences to {loader.windows}, or --length"
         )
     protocol = Protocol(given.sequences, given.last, given.retrieval_sequences)
-    dtype = next(decoder.parameters()).dtype
     key = {
-        "identity": identity(folder, given.checkpoint, str(dtype)),
+        "identity": opened.identity,
         "content": index.content,
         "length": length,
         **protocol._asdict(),
@@ -162,8 +149,8 @@ def _one(model: Named, given: argparse.Namespace, progress: Progress) -> Analysi
         "model": model.name,
         "residual": dataclasses.asdict(decoder.residual_config),
         "data": data.resolve().name,
-        "dtype": str(dtype).removeprefix("torch."),
-        "device": next(decoder.parameters()).device.type,
+        "dtype": str(opened.dtype).removeprefix("torch."),
+        "device": opened.device.type,
         "key": key,
     }
     try:
@@ -189,17 +176,6 @@ def _before(folder: Path, progress: Progress) -> Analysis | None:
         return None
 
 
-def _open(folder: Path, which: str) -> Looked:
-    if is_run(folder):
-        loaded = load_run(folder, which)
-        return Looked(loaded.decoder.eval(), loaded.tokenizer.backend)
-    if which != "last":
-        raise ModelError(f"{folder} is no run and has one set of weights: leave --checkpoint {which} out")
-    arguments.hush()
-    model = load_model(folder)
-    return Looked(model.decoder.eval(), getattr(load_tokenizer(folder), "backend_tokenizer", None))
-
-
 def _data_of(model: Named, data: Path | None) -> Path:
     """What was given, or what the run was trained on."""
     if data is not None:
@@ -211,26 +187,6 @@ def _data_of(model: Named, data: Path | None) -> Path:
     if not found.is_dir():
         raise ConfigError(f"the data of {model.path} were in {found}, which is not there: give --data D")
     return found
-
-
-def _check_tokenizer(looked: Looked, model: Named, data: Path, index: shards.Index) -> None:
-    theirs = shards.read_tokenizer(data, index)
-    if looked.tokenizer is None:
-        raise ModelError(
-            f"{model.path} has no tokenizer to compare with that of {data}: put its tokenizer.json and "
-            "tokenizer_config.json beside the weights"
-        )
-    if not same_tokens(looked.tokenizer, theirs.backend, index.end_of_text):
-        raise DataError(
-            f"{data} was prepared with another tokenizer than that of {model.path}, for which its tokens mean nothing: "
-            "prepare the text with the model's own tokenizer.json (`dualres prepare --tokenizer PATH`)"
-        )
-
-
-def _device(asked: str) -> torch.device:
-    if asked == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda: there is no GPU here; use cpu")
-    return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if asked == "auto" else asked)
 
 
 def _router_curve(folder: Path) -> np.ndarray | None:

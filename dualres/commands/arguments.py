@@ -42,6 +42,13 @@ def overrides(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], help="change a key; may be repeated")
 
 
+def checkpoint(sub: argparse.ArgumentParser) -> None:
+    """--checkpoint"""
+    sub.add_argument(
+        "--checkpoint", choices=("last", "best"), default="last", help="which one of a run's folder (default last)"
+    )
+
+
 def hush() -> None:
     """No progress bars and remarks of `transformers` between our own lines."""
     logging = need("transformers", "hub", "this command").utils.logging

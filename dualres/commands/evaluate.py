@@ -1,6 +1,7 @@
 """`dualres evaluate`: validation loss, perplexity and zero-shot accuracy of models, side by side."""
 
 import argparse
+import dataclasses
 import gc
 import json
 from collections.abc import Callable, Sequence
@@ -12,25 +13,23 @@ import torch
 from dualres.commands import arguments
 from dualres.config.schema import ConfigError
 from dualres.data.shards import read_index
-from dualres.evaluate import render, subject
+from dualres.evaluate import render
 from dualres.evaluate.documents import find_sources
 from dualres.evaluate.evaluation import Asked, Failure, ModelResult, measure
-from dualres.evaluate.subject import Subject
 from dualres.evaluate.tables import tables
 from dualres.evaluate.task_documents import HUB, OLMO, task_documents
 from dualres.evaluate.tasks import TASKS, tasks_of
 from dualres.evaluate.zero_shot import harness_version
-from dualres.hub.errors import ModelError
-from dualres.train.load import CHOICES
+from dualres.hub.open_model import TrainedModel
 from dualres.util.atomic_files import locked, write_text
-from dualres.util.errors import DataError
+from dualres.util.errors import DataError, ModelError
 from dualres.util.optional_dependencies import MissingExtraError
 from dualres.util.progress import Progress
 
 REPORT = "report"
 DEFAULT_OUT = Path("evaluations")
 
-Load = Callable[[str], Subject]
+Load = Callable[[str], TrainedModel]
 
 
 class Named(NamedTuple):
@@ -77,7 +76,7 @@ def add(commands: Any) -> None:
     sub.add_argument(
         "--first-token", choices=("scored", "skipped"), default="scored", help="of perplexity (default scored)"
     )
-    sub.add_argument("--checkpoint", choices=CHOICES, default="last", help="which of a run's (default last)")
+    arguments.checkpoint(sub)
     sub.add_argument("--context", metavar="N", type=int, help="shorter windows than the model can read")
     sub.add_argument("--device", default="auto", help="auto, cpu or cuda (default auto: a GPU where there is one)")
     sub.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="default: the model's")
@@ -87,15 +86,18 @@ def add(commands: Any) -> None:
 
 def _evaluate(given: argparse.Namespace) -> int:
     arguments.hush()
+    from dualres.hub.download import local_folder
+    from dualres.hub.open_model import open_model
 
-    def load(path: str) -> Subject:
-        return subject.load_subject(path, checkpoint=given.checkpoint, device=given.device, dtype=given.dtype)
+    def load(path: str) -> TrainedModel:
+        options = {"checkpoint": given.checkpoint, "device": given.device, "dtype": given.dtype}
+        return open_model(local_folder(path), **options, architectures="any")
 
     return evaluate(given, load)
 
 
 def evaluate(given: argparse.Namespace, load: Load) -> int:
-    """Measure what the arguments ask for. `load` makes a subject of a path. -> exit code"""
+    """Measure what the arguments ask for. `load` opens the model of a path. -> exit code"""
     models, asked = models_of(given.models), asked_for(given)
     progress = Progress()
     refusal = ConfigError(f"another process evaluates into {given.out}: wait for it, or use another --out")
@@ -171,7 +173,8 @@ def _measure_all(
     for model in models:
         progress.show(f"{model.name}  loading")
         try:
-            found = _shortened(load(model.path)._replace(name=model.name), given.context)
+            found = _shortened(dataclasses.replace(load(model.path), name=model.name), given.context)
+            _ = found.prefix  # a model without a tokenizer cannot be measured
         except MissingExtraError:
             raise
         except Exception as error:
@@ -188,12 +191,12 @@ def _measure_all(
     return results, failures
 
 
-def _shortened(found: Subject, context: int | None) -> Subject:
+def _shortened(found: TrainedModel, context: int | None) -> TrainedModel:
     if context is None:
         return found
     if context > found.context:
         raise ConfigError(f"--context {context} is longer than {found.name} can read: use at most {found.context}")
-    return found._replace(context=context)
+    return dataclasses.replace(found, context=context)
 
 
 def _markdown(results: Sequence[ModelResult], asked: Asked) -> str:

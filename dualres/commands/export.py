@@ -7,7 +7,6 @@ from typing import Any
 from dualres.commands import arguments
 from dualres.config.loading import names
 from dualres.config.schema import ConfigError
-from dualres.train.load import CHOICES
 from dualres.util.progress import Progress
 
 
@@ -31,7 +30,7 @@ def add(commands: Any) -> None:
         default="dualres",
         help="llama: a `standard` model as a plain checkpoint that needs no code of ours (default dualres)",
     )
-    sub.add_argument("--checkpoint", choices=CHOICES, default="last", help="which of a run's (default last)")
+    arguments.checkpoint(sub)
     sub.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights (default: as they are)"
     )
@@ -77,8 +76,8 @@ def _export(given: argparse.Namespace) -> int:
     arguments.hush()
     from dualres.hub.export import export
 
-    opened = export(given.model, given.out, form=given.form, which=given.checkpoint, dtype=given.dtype)
-    print(f"{opened.name} ({opened.model.decoder.residual_config.method}) is written to {given.out}")
+    opened = export(given.model, given.out, form=given.form, checkpoint=given.checkpoint, dtype=given.dtype or "auto")
+    print(f"{opened.name} ({opened.decoder.residual_config.method}) is written to {given.out}")
     return 0
 
 

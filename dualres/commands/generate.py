@@ -5,17 +5,11 @@ import itertools
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from dualres.commands import arguments
 from dualres.config.schema import ConfigError
-from dualres.hub.speak import load_speaker
-from dualres.model.generation import generate
-from dualres.train.load import CHOICES
 
 
 def add(commands: Any) -> None:
-    """Declare it."""
     sub = arguments.command(
         commands,
         "generate",
@@ -25,17 +19,17 @@ def add(commands: Any) -> None:
     )
     sub.add_argument("model", metavar="MODEL", type=Path, help="folder of a run, or of an exported model")
     sub.add_argument("prompt", metavar="PROMPT", help="text to continue; empty to begin a document")
-    sub.add_argument("--tokens", metavar="N", type=int, default=100, help="at most so many (default 100)")
+    sub.add_argument("--tokens", metavar="N", type=int, default=100, help="at most this many (default 100)")
     sub.add_argument(
         "--temperature", metavar="T", type=float, default=0.8, help="0 takes the likeliest token (default 0.8)"
     )
     sub.add_argument("--seed", metavar="N", type=int, default=0, help="of the sampling (default 0)")
-    sub.add_argument("--checkpoint", choices=CHOICES, default="last", help="which of the run's (default last)")
+    arguments.checkpoint(sub)
     sub.set_defaults(command=_generate)
 
 
 def check(given: argparse.Namespace) -> None:
-    """Refuse what cannot be generated."""
+    """Refuse options out of range."""
     if given.tokens < 1:
         raise ConfigError(f"--tokens {given.tokens} is not positive: use 1 or more")
     if given.temperature != 0 and not 1e-3 <= given.temperature <= 1e3:
@@ -50,10 +44,20 @@ def check(given: argparse.Namespace) -> None:
 
 def _generate(given: argparse.Namespace) -> int:
     check(given)
-    speaker = load_speaker(given.model, given.checkpoint)
-    prompt = speaker.encode(given.prompt)
+    import torch
+
+    from dualres.hub.open_model import open_model
+    from dualres.model.generation import generate
+    from dualres.train.run_folder import is_run
+    from dualres.util.amx import avoid_hidden_tiles
+
+    avoid_hidden_tiles()
+    if not is_run(given.model):
+        arguments.hush()
+    model = open_model(given.model, checkpoint=given.checkpoint)
+    prompt = model.encode(given.prompt)
     generator = torch.Generator().manual_seed(given.seed)
-    [tokens] = generate(speaker.decoder, [prompt], given.tokens, temperature=given.temperature, generator=generator)
-    said = itertools.takewhile(lambda token: token not in speaker.ends, tokens)
-    print(speaker.decode([*prompt, *said]))
+    [tokens] = generate(model.decoder, [prompt], given.tokens, temperature=given.temperature, generator=generator)
+    continuation = itertools.takewhile(lambda token: token not in model.ends, tokens)
+    print(model.decode([*prompt, *continuation]))
     return 0

@@ -15,7 +15,7 @@ from dualres.config.schema import Config, ConfigError
 from dualres.data.prepare import Settings
 from dualres.data.shards import INDEX
 from dualres.data.source import PYTHON
-from dualres.hub.start import check_tokens, read_start
+from dualres.hub.open_model import open_start
 from dualres.plan import run_plan
 from dualres.train import run_folder
 from dualres.train.engines.build import engine_name
@@ -90,14 +90,14 @@ def _train(given: argparse.Namespace) -> int:
 
 def started(given: argparse.Namespace) -> Config:
     """The recipe of SCALE for the model that --from names, on data of its tokenizer."""
-    start = read_start(given.start)
-    _, named = load_residual(given.residual, start.model)
-    if named.method != start.residual.method:
+    start = open_start(given.start, given.data).decoder
+    _, named = load_residual(given.residual, start.config)
+    if named.method != start.residual_config.method:
         raise ConfigError(
-            f"--from {given.start} is on {start.residual.method} and RESIDUAL is {given.residual}: name what it is on"
+            f"--from {given.start} is on {start.residual_config.method} and RESIDUAL is {given.residual}: name what it "
+            "is on"
         )
-    check_tokens(start, given.data)
-    return load_recipe(given.scale, start.model, start.residual, given.set)
+    return load_recipe(given.scale, start.config, start.residual_config, given.set)
 
 
 def _plan(config: Config, given: argparse.Namespace, out: Path) -> int:

@@ -5,12 +5,12 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence, Sized
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
 from dualres.config.schema import ConfigError
-from dualres.evaluate.subject import Subject
+from dualres.hub.open_model import TrainedModel
 
 MOST_ROWS = 64
 USEFUL_TOKENS = {"cuda": 2**17, "cpu": 2**13}  # in a batch; more of them run no faster
@@ -62,19 +62,19 @@ class Batch:
         return None
 
 
-def batch_for(subject: Subject, rows: int | None = None) -> Batch:
+def batch_for(subject: TrainedModel, rows: int | None = None) -> Batch:
     """Batches of `rows` rows of the subject's context, or of as many as suit its memory."""
     if rows is not None and rows < 1:
         raise ConfigError(f"a batch of {rows} rows is none: use 1 or more, or leave it out")
     return Batch(rows or batch_size(subject), subject.context)
 
 
-def batch_size(subject: Subject) -> int:
+def batch_size(subject: TrainedModel) -> int:
     """How many rows of the subject's context to read at once: as many as are useful, and fit by our estimate."""
-    kind = kind_of(subject.model.device)
+    kind = kind_of(subject.device)
     useful = min(MOST_ROWS, USEFUL_TOKENS[kind] // subject.context)
     softmax = 3 * CHUNK_BYTES[kind]  # a chunk, its exponentials, and a spare
-    free = SHARE[kind] * free_memory(subject.model.device) - softmax
+    free = SHARE[kind] * free_memory(subject.device) - softmax
     return max(1, min(useful, int(free // row_bytes(subject))))
 
 
@@ -83,28 +83,23 @@ def kind_of(device: torch.device) -> str:
     return "cuda" if device.type == "cuda" else "cpu"
 
 
-def row_bytes(subject: Subject) -> int:
+def row_bytes(subject: TrainedModel) -> int:
     """An estimate of what a row of `context` tokens needs, beside the weights and a chunk of the softmax.
 
     Numbers per token, in the model's dtype: the logits, V; states, 2 of the width in each layer (DAR keeps two streams
     of every block) and 8 in the layer at work; its feed-forward, 4 · ffn; and attention scores, heads · context.
     """
-    config, model, context = subject.model.config, subject.model, subject.context
-    width = getattr(config, "hidden_size", None) or model.get_input_embeddings().weight.shape[-1]
-    layers = getattr(config, "num_hidden_layers", None) or 1
-    ffn = getattr(config, "intermediate_size", None) or 4 * width
-    heads = getattr(config, "num_attention_heads", None) or 1
-    per_token = vocabulary(model) + (2 * layers + 8) * width + 4 * ffn + heads * context
-    return per_token * context * torch.finfo(model.dtype).bits // 8
+    config, context = subject.network.config, subject.context
 
+    def size(*keys: str) -> int | None:
+        return next((found for key in keys if (found := getattr(config, key, None))), None)
 
-def vocabulary(model: Any) -> int:
-    """How many token numbers a model knows: those it can read, predict, and says that it has."""
-    sizes = [getattr(model.config, "vocab_size", None)]
-    for module in (model.get_input_embeddings(), model.get_output_embeddings()):
-        weight = getattr(module, "weight", None)
-        sizes.append(None if weight is None else weight.shape[0])
-    return min(size for size in sizes if size is not None)
+    width = size("hidden_size", "width") or subject.network.get_input_embeddings().weight.shape[-1]
+    layers = size("num_hidden_layers", "layers") or 1
+    ffn = size("intermediate_size") or 4 * width
+    heads = size("num_attention_heads", "heads") or 1
+    per_token = subject.vocab_size + (2 * layers + 8) * width + 4 * ffn + heads * context
+    return per_token * context * torch.finfo(subject.dtype).bits // 8
 
 
 def free_memory(device: torch.device) -> int:

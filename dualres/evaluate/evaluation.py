@@ -15,12 +15,11 @@ from dualres.evaluate.batch_size import Batch, batch_for
 from dualres.evaluate.cache import Piece
 from dualres.evaluate.documents import Source
 from dualres.evaluate.perplexity import FirstToken, SourceScore
-from dualres.evaluate.subject import Subject
 from dualres.evaluate.task_documents import TaskDocuments
 from dualres.evaluate.validation import ValidationScore, validation_loss
 from dualres.evaluate.zero_shot import TaskScore
-from dualres.hub.errors import ModelError
-from dualres.util.errors import DataError, TrainError
+from dualres.hub.open_model import TrainedModel
+from dualres.util.errors import DataError, ModelError, TrainError
 from dualres.util.optional_dependencies import MissingExtraError
 from dualres.util.progress import Progress, Show, duration
 
@@ -69,7 +68,7 @@ class Failure(NamedTuple):
         return f"dualres: {self.what} failed: {kind}{text}"
 
 
-def measure(subject: Subject, asked: Asked, out: Path, progress: Progress) -> tuple[ModelResult, list[Failure]]:
+def measure(subject: TrainedModel, asked: Asked, out: Path, progress: Progress) -> tuple[ModelResult, list[Failure]]:
     """Every piece, each kept under `out` as soon as it is there. One that fails leaves the others alone."""
     results: list[Any] = []
     failures = []
@@ -95,7 +94,7 @@ def measure(subject: Subject, asked: Asked, out: Path, progress: Progress) -> tu
     return _result(subject, results), failures
 
 
-def pieces(subject: Subject, asked: Asked, show: Show) -> list[Piece]:
+def pieces(subject: TrainedModel, asked: Asked, show: Show) -> list[Piece]:
     """What is asked of a model, with the keys under which it is kept."""
     batch = batch_for(subject, asked.rows)
     validation = [] if asked.validation is None else [_validation(subject, asked, asked.validation, batch, show)]
@@ -103,7 +102,7 @@ def pieces(subject: Subject, asked: Asked, show: Show) -> list[Piece]:
     return [*validation, *sources, *(_task(subject, asked, documents, batch, show) for documents in asked.tasks)]
 
 
-def _validation(subject: Subject, asked: Asked, data: Path, batch: Batch, show: Show) -> Piece:
+def _validation(subject: TrainedModel, asked: Asked, data: Path, batch: Batch, show: Show) -> Piece:
     tokens = asked.validation_tokens
     return Piece(
         "validation",
@@ -114,7 +113,7 @@ def _validation(subject: Subject, asked: Asked, data: Path, batch: Batch, show: 
     )
 
 
-def _source(subject: Subject, asked: Asked, source: Source, batch: Batch, show: Show) -> Piece:
+def _source(subject: TrainedModel, asked: Asked, source: Source, batch: Batch, show: Show) -> Piece:
     first = asked.first_token
     return Piece(
         f"perplexity {source.name}",
@@ -125,7 +124,7 @@ def _source(subject: Subject, asked: Asked, source: Source, batch: Batch, show: 
     )
 
 
-def _task(subject: Subject, asked: Asked, documents: TaskDocuments, batch: Batch, show: Show) -> Piece:
+def _task(subject: TrainedModel, asked: Asked, documents: TaskDocuments, batch: Batch, show: Show) -> Piece:
     what = {"task": documents.task.name, "split": documents.split, "origin": documents.origin}
     version = zero_shot.harness_version()  # and with it the task's
     return Piece(
@@ -137,23 +136,24 @@ def _task(subject: Subject, asked: Asked, documents: TaskDocuments, batch: Batch
     )
 
 
-def _key(subject: Subject, **what: Any) -> dict[str, Any]:
+def _key(subject: TrainedModel, **what: Any) -> dict[str, Any]:
     return {"model": subject.identity, "context": subject.context, "prefix": subject.prefix, **what}
 
 
-def tokenizer_digest(tokenizer: Any) -> str:
+def tokenizer_digest(subject: TrainedModel) -> str:
     """The same for two tokenizers that make the same tokens of a text, whatever they add to it or decode to."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
+    backend = subject.backend
     described = {} if backend is None else tokens_description(backend)
-    text = json.dumps([described, sorted(tokenizer.get_vocab().items())], sort_keys=True)
+    vocabulary = subject.require_tokenizer().get_vocab() if backend is None else backend.get_vocab()
+    text = json.dumps([described, sorted(vocabulary.items())], sort_keys=True)
     return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:16]
 
 
-def _result(subject: Subject, results: list[Any]) -> ModelResult:
+def _result(subject: TrainedModel, results: list[Any]) -> ModelResult:
     return ModelResult(
         subject.name,
         subject.identity,
-        tokenizer_digest(subject.tokenizer),
+        tokenizer_digest(subject),
         subject.context,
         next((result for result in results if isinstance(result, ValidationScore)), None),
         tuple(result for result in results if isinstance(result, SourceScore)),

@@ -15,9 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dualres.evaluate.batch_size import CHUNK_BYTES, Batch, kind_of, vocabulary
+from dualres.evaluate.batch_size import CHUNK_BYTES, Batch, kind_of
 from dualres.evaluate.documents import Source, texts
-from dualres.evaluate.subject import Subject
+from dualres.hub.open_model import TrainedModel
 from dualres.util.errors import DataError
 from dualres.util.progress import Show, short, silent
 
@@ -76,7 +76,7 @@ class Window:
 
 
 def score_source(
-    subject: Subject,
+    subject: TrainedModel,
     source: Source,
     *,
     batch: Batch,
@@ -161,10 +161,10 @@ def from_data(data: Mapping[str, Any]) -> SourceScore:
     return SourceScore(**{name: data[name] for name in SourceScore._fields})
 
 
-def check_vocabulary(subject: Subject) -> None:
+def check_vocabulary(subject: TrainedModel) -> None:
     """Refuse a tokenizer that has token numbers which the model does not."""
-    known = vocabulary(subject.model)
-    name, largest = max(subject.tokenizer.get_vocab().items(), key=lambda entry: entry[1])
+    known = subject.vocab_size
+    name, largest = max(subject.hf_tokenizer.get_vocab().items(), key=lambda entry: entry[1])
     if largest >= known:
         raise DataError(
             f"the tokenizer of {subject.name} has the token {name!r} with number {largest:,}, and the model has only "
@@ -186,37 +186,37 @@ def target_nats(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def window_nats(subject: Subject, windows: Sequence[Window]) -> list[float]:
+def window_nats(subject: TrainedModel, windows: Sequence[Window]) -> list[float]:
     """Of all targets of each window. Rows are padded on the right, where a causal model does not look."""
     lengths = torch.tensor([len(window) for window in windows])
     rows = torch.full((len(windows), int(lengths.max()) + 1), subject.prefix)  # (B,T+1)
     for row, window in zip(rows, windows, strict=True):
         row[: len(window.tokens)] = torch.from_numpy(window.tokens)
-    rows = rows.to(subject.model.device)
-    logits = subject.model(rows[:, :-1], use_cache=False).logits  # (B,T,V)
+    rows = rows.to(subject.device)
+    logits = subject.logits(rows[:, :-1])  # (B,T,V)
     nats = target_nats(logits.flatten(0, 1), rows[:, 1:].flatten()).cpu().double().view(len(windows), -1)
     padding = torch.arange(nats.shape[1]) >= lengths[:, None]
     return nats.masked_fill(padding, 0).sum(-1).tolist()
 
 
-def _scored(tokens: Tokens, subject: Subject) -> Iterator[Tokens]:
+def _scored(tokens: Tokens, subject: TrainedModel) -> Iterator[Tokens]:
     row = np.concatenate([[subject.prefix], tokens])
     for start in range(0, len(tokens), subject.context):
         yield row[start : start + subject.context + 1]
 
 
-def _skipped(tokens: Tokens, subject: Subject) -> Iterator[Tokens]:
+def _skipped(tokens: Tokens, subject: TrainedModel) -> Iterator[Tokens]:
     for start in range(0, len(tokens), subject.context):
         window = tokens[start : start + subject.context]
         if len(window) > 1:
             yield window
 
 
-CUTS: dict[FirstToken, Callable[[Tokens, Subject], Iterator[Tokens]]] = {"scored": _scored, "skipped": _skipped}
+CUTS: dict[FirstToken, Callable[[Tokens, TrainedModel], Iterator[Tokens]]] = {"scored": _scored, "skipped": _skipped}
 
 
-def _tokenized(subject: Subject, documents: list[str]) -> Iterator[Tokens]:
-    encoded = subject.tokenizer(
+def _tokenized(subject: TrainedModel, documents: list[str]) -> Iterator[Tokens]:
+    encoded = subject.hf_tokenizer(
         documents,
         add_special_tokens=False,
         split_special_tokens=True,
@@ -240,7 +240,7 @@ def _buffers(documents: Iterator[str]) -> Iterator[list[str]]:
         yield buffer
 
 
-def _not_finite(subject: Subject, source: Source, document: int, value: float) -> str:
+def _not_finite(subject: TrainedModel, source: Source, document: int, value: float) -> str:
     return (
         f"{subject.name} gives document {document:,} of the source {source.name} a log-likelihood of {-value}: look at "
         "its weights, or run it in another dtype, float32 say"

@@ -9,10 +9,9 @@ from typing import NamedTuple
 from dualres.config.schema import ConfigError
 from dualres.data import shards
 from dualres.data.loader import Loader
-from dualres.data.tokenizer import same_tokens
-from dualres.evaluate.batch_size import Batch, vocabulary
+from dualres.evaluate.batch_size import Batch
 from dualres.evaluate.perplexity import Window, window_nats
-from dualres.evaluate.subject import Subject
+from dualres.hub.open_model import TrainedModel
 from dualres.util.errors import DataError
 from dualres.util.progress import Show, short, silent
 
@@ -27,7 +26,7 @@ class ValidationScore(NamedTuple):
 
 
 def validation_loss(
-    subject: Subject, data: Path, *, batch: Batch, tokens: int | None = None, show: Show = silent
+    subject: TrainedModel, data: Path, *, batch: Batch, tokens: int | None = None, show: Show = silent
 ) -> ValidationScore:
     """Of the `validation` split in the order of the text, in windows of the subject's context.
 
@@ -37,8 +36,8 @@ def validation_loss(
     if tokens is not None and tokens < 1:
         raise ConfigError(f"{tokens} tokens are too few to validate on: use 1 or more, or leave it out for all")
     index = shards.read_index(data)
-    _check_tokenizer(subject, data, index)
-    shards.verify(data, dataclasses.replace(index, train=()), vocabulary(subject.model))
+    subject.check_tokens(data)
+    shards.verify(data, dataclasses.replace(index, train=()), subject.vocab_size)
     context = subject.context
     loader = Loader(data, index, "validation", context, None)
     count = loader.windows if tokens is None else min(loader.windows, max(1, tokens // context))
@@ -57,15 +56,3 @@ def validation_loss(
                 "its weights, or run it in another dtype, float32 say"
             )
     return ValidationScore(nats / (count * context), count * context, context, index.content)
-
-
-def _check_tokenizer(subject: Subject, data: Path, index: shards.Index) -> None:
-    """Refuse tokens that another tokenizer made."""
-    ours = getattr(subject.tokenizer, "backend_tokenizer", None)
-    theirs = shards.read_tokenizer(data, index)
-    if ours is None or not same_tokens(ours, theirs.backend, index.end_of_text):
-        raise DataError(
-            f"{data} was prepared with another tokenizer than that of {subject.name}, for which its tokens mean "
-            "nothing: prepare the text with the model's own tokenizer.json (`dualres prepare --tokenizer PATH`), or "
-            "compare models of different tokenizers by their perplexity per byte on documents"
-        )

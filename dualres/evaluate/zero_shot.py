@@ -14,8 +14,8 @@ import torch
 from dualres.config.schema import ConfigError
 from dualres.evaluate.batch_size import MOST_ROWS, Batch
 from dualres.evaluate.perplexity import check_vocabulary
-from dualres.evaluate.subject import Subject
 from dualres.evaluate.task_documents import TaskDocuments
+from dualres.hub.open_model import TrainedModel
 from dualres.util.errors import DataError
 from dualres.util.optional_dependencies import need
 from dualres.util.progress import Show, silent
@@ -64,7 +64,7 @@ def harness_version() -> str:
 
 
 def score_task(
-    subject: Subject,
+    subject: TrainedModel,
     documents: TaskDocuments,
     *,
     batch: int | Batch,
@@ -90,15 +90,15 @@ def score_task(
             torch.cuda.empty_cache()
 
 
-def _score_task(subject: Subject, documents: TaskDocuments, watch: "_Watch", limit: int | None) -> TaskScore:
+def _score_task(subject: TrainedModel, documents: TaskDocuments, watch: "_Watch", limit: int | None) -> TaskScore:
     evaluator = need("lm_eval.evaluator", "evaluate", PURPOSE)
     huggingface = need("lm_eval.models.huggingface", "evaluate", PURPOSE)
     name = documents.task.name
     with quiet():
         task = harness_task(documents, limit)
-        tokenizer = subject.tokenizer  # the harness gives it a padding token, if need be a new one
+        tokenizer = subject.hf_tokenizer  # the harness gives it a padding token, if need be a new one
         model = huggingface.HFLM(
-            pretrained=subject.model,
+            pretrained=subject.hf_model,
             tokenizer=tokenizer if tokenizer.pad_token else copy.deepcopy(tokenizer),
             backend="causal",
             batch_size=watch.rows,
@@ -183,7 +183,7 @@ def harness_task(documents: TaskDocuments, limit: int | None) -> Any:
 class _Watch:
     """Looks on while the harness scores: what does not fit, and how far it has come."""
 
-    def __init__(self, task: str, subject: Subject, batch: int | Batch, show: Show):
+    def __init__(self, task: str, subject: TrainedModel, batch: int | Batch, show: Show):
         self.task, self.subject, self.context, self.show = task, subject.name, subject.context, show
         self.batch, self.rows = batch, batch if isinstance(batch, int) else 1  # until the prompts are known
         self.answers = self.done = self.cut = 0

@@ -17,11 +17,13 @@ from torch import Tensor, nn
 from dualres.config.loading import load_residual
 from dualres.config.schema import ConfigError, ModelConfig, ResidualConfig
 from dualres.hub import llama, model_card, safetensors_files
-from dualres.hub.errors import ModelError, read_by_transformers
+from dualres.hub.download import local_folder
+from dualres.hub.errors import read_by_transformers
 from dualres.hub.hf_tokenizer import load_tokenizer
 from dualres.hub.model_folder import (
     CONFIG,
     MODEL_TYPE,
+    NOT_LEARNED,
     PREFIX,
     Saved,
     check_new,
@@ -34,16 +36,14 @@ from dualres.model.accounting import parameters
 from dualres.model.decoder import Decoder, build_decoder, part_generator, reset_part
 from dualres.residual import registry
 from dualres.residual.gates import Gate
+from dualres.util.errors import ModelError
 from dualres.util.optional_dependencies import need
 from dualres.util.progress import Show, silent
 
 TOLERANCE = 1e-4  # relative difference of logits in float32
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-NEEDLESS = ("rotary_emb.inv_freq",)  # of old checkpoints: computed, not learned
 CHECKED = (2, 64)  # sequences and tokens that source and result are compared on
 MAY_SET = ("residual.", "model.context=")
-FETCHED = ["*.json", "*.jinja", "*.safetensors", "tokenizer*", "*.txt"]  # from the hub
-NOT_FETCHED = ["consolidated*"]  # the same weights in Mistral's own form
 GENERATION = "generation_config.json"
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -133,19 +133,6 @@ def _generation(path: Path) -> Any:
     return settings
 
 
-def local_folder(source: str) -> Path:
-    """A folder as it is; a name on the Hugging Face hub is fetched: config, tokenizer and safetensors, nothing else."""
-    if Path(source).is_dir():
-        return Path(source)
-    hub = need("huggingface_hub", "hub", "a model from the Hugging Face hub")
-    try:
-        found = hub.snapshot_download(source, allow_patterns=FETCHED, ignore_patterns=NOT_FETCHED)
-    except Exception as error:  # of the network, the name, the permission
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ModelError(f"{source} is neither a folder nor a model that the hub gives ({reason})") from None
-    return Path(found)
-
-
 def read_source(folder: Path) -> Source:
     """A checkpoint of Llama's family, or a dualres model on the standard residual, checked and not loaded."""
     saved = read_saved(folder)
@@ -181,7 +168,7 @@ def read_source(folder: Path) -> Source:
 def _needed(tensors: Mapping[str, safetensors_files.Stored], model: ModelConfig) -> dict[str, safetensors_files.Stored]:
     """Without what is computed, and without a tied output that was stored twice."""
     dropped = {"lm_head.weight"} if model.tied_embeddings else set()
-    return {k: v for k, v in tensors.items() if k not in dropped and not k.endswith(NEEDLESS)}
+    return {k: v for k, v in tensors.items() if k not in dropped and not k.endswith(NOT_LEARNED)}
 
 
 def target(source: Source, residual: str, overrides: Sequence[str] = ()) -> tuple[ModelConfig, ResidualConfig]:

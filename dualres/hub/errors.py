@@ -1,4 +1,4 @@
-"""What a model that was given can be wrong about, and how the libraries say it."""
+"""Errors of transformers and safetensors, in one form."""
 
 import errno
 import re
@@ -8,14 +8,12 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-
-class ModelError(ValueError):
-    """A model's folder that cannot be used, or a kind of model that cannot be made: the message names the remedy."""
+from dualres.util.errors import ModelError
 
 
 @contextmanager
 def read_by_transformers(what: Path) -> Iterator[None]:
-    """What `transformers` makes of a file or folder that it cannot read has many forms; this is one."""
+    """Turn whatever `transformers` raises for a file or folder that it cannot read into a `ModelError`."""
     try:
         yield
     except ModelError:
@@ -27,7 +25,7 @@ def read_by_transformers(what: Path) -> Iterator[None]:
 
 @contextmanager
 def written_by_safetensors(folder: Path) -> Iterator[None]:
-    """A full disk is the system's error, also where safetensors tells it as one of its own."""
+    """Turn the error that safetensors raises for a full disk into an `OSError`."""
     try:
         yield
     except SafetensorError as error:

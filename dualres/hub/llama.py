@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from dualres.config.schema import ModelConfig, RopeScaling
-from dualres.hub.errors import ModelError
 from dualres.model.decoder import Decoder
+from dualres.util.errors import ModelError
 
 BRANCHES = (  # of a layer; ours: theirs
     {

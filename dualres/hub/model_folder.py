@@ -9,14 +9,15 @@ from typing import Any, NamedTuple
 from dualres.config.schema import ConfigError, ModelConfig, ResidualConfig
 from dualres.config.validation import build
 from dualres.hub import safetensors_files
-from dualres.hub.errors import ModelError, read_by_transformers, written_by_safetensors
+from dualres.hub.errors import written_by_safetensors
 from dualres.model.decoder import Decoder, build_decoder
 from dualres.util.atomic_files import is_free, new_folder, write_text
-from dualres.util.optional_dependencies import need
+from dualres.util.errors import ModelError
 
 CONFIG, CARD = "config.json", "README.md"
 MODEL_TYPE = "dualres"
 PREFIX = "decoder."  # of our tensors' names in a saved model
+NOT_LEARNED = ("rotary_emb.inv_freq",)  # tensors of old checkpoints that are computed
 
 
 class Saved(NamedTuple):
@@ -35,13 +36,13 @@ def read_saved(folder: Path) -> Saved:
         if not isinstance(config, dict):
             raise ValueError("it holds no mapping")
     except FileNotFoundError:
-        raise ModelError(f"{folder} has no {CONFIG}: give the folder of a saved model") from None
+        raise ModelError(f"{folder} has no {CONFIG}: give the folder of a run or of a saved model") from None
     except (ValueError, UnicodeDecodeError) as error:
         raise ModelError(f"{path} cannot be read ({error}): restore it") from None
     return Saved(folder, config, safetensors_files.stored(folder))
 
 
-def is_ours(folder: Path) -> bool:
+def is_exported(folder: Path) -> bool:
     """Whether a folder holds a saved dualres model."""
     try:
         return json.loads((folder / CONFIG).read_text(encoding="utf-8")).get("model_type") == MODEL_TYPE
@@ -49,38 +50,32 @@ def is_ours(folder: Path) -> bool:
         return False
 
 
-def read_ours(folder: Path) -> tuple[Saved, ModelConfig, ResidualConfig]:
-    """A saved dualres model, its parts compared with each other, nothing loaded yet."""
-    saved = read_saved(folder)
+def check_saved(saved: Saved) -> Decoder:
+    """Compare the tensors of a saved dualres model with its config. -> its decoder on the meta device"""
     decoder = empty_decoder(saved)
     wanted = {f"{PREFIX}{name}": tuple(parameter.shape) for name, parameter in decoder.named_parameters()}
-    safetensors_files.check(saved.tensors, wanted, folder)
-    return saved, decoder.config, decoder.residual_config
-
-
-def load_model(folder: Path) -> Any:
-    """A saved dualres model, a `DualResForCausalLM` in the dtype it was saved in; refused where its parts differ."""
-    need("transformers", "hub", "a Hugging Face model")
-    from dualres.hub.hf_model import DualResForCausalLM
-
-    read_ours(folder)
-    with read_by_transformers(folder):
-        return DualResForCausalLM.from_pretrained(folder, dtype="auto").eval()
+    safetensors_files.check(saved.tensors, wanted, saved.folder)
+    return decoder
 
 
 def empty_decoder(saved: Saved) -> Decoder:
     """The decoder of a saved dualres model on the meta device: shapes without weights."""
     if saved.config.get("model_type") != MODEL_TYPE:
-        raise ModelError(
-            f"{saved.folder} holds a {saved.config.get('model_type')} model: make it a dualres model with "
-            f"`dualres convert {saved.folder} OUT --residual standard`"
-        )
+        raise foreign_model(saved.folder, saved.config.get("model_type"))
     try:
         model = build(ModelConfig, _section(saved, "model"), "model.")
         residual = build(ResidualConfig, _section(saved, "residual"), "residual.")
         return build_decoder(model, residual, device="meta")
     except ConfigError as error:
         raise ModelError(f"{saved.folder / CONFIG}: {error}") from None
+
+
+def foreign_model(folder: Path, model_type: object) -> ModelError:
+    """What to say of a model that is not ours where only ours will do."""
+    return ModelError(
+        f"{folder} holds a {model_type} model: make it a dualres model with "
+        f"`dualres convert {folder} OUT --residual standard`"
+    )
 
 
 def _section(saved: Saved, name: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from dualres.hub.errors import ModelError
+from dualres.util.errors import ModelError
 from dualres.util.progress import Show, silent
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from dualres.config.schema import Config, ConfigError
 from dualres.train.metrics import METRICS, read_rows
-from dualres.train.run_folder import CONFIG, SUMMARY, read_config, read_description, read_summary
+from dualres.train.run_folder import CONFIG, SUMMARY, is_run, read_config, read_description, read_summary
 from dualres.util.errors import TrainError
 
 Curve = tuple[tuple[int, float], ...]  # tokens, value
@@ -41,24 +41,21 @@ def find_runs(given: Sequence[Path]) -> list[Run]:
     return [_read(folder) for folder in folders.values()]
 
 
-def is_run(folder: Path) -> bool:
-    """Whether `dualres train` wrote it."""
-    return (folder / CONFIG).is_file() and (folder / METRICS).is_file()
-
-
 def _run_folders(path: Path) -> list[Path]:
     if not path.is_dir():
         what = "is a file" if path.exists() else "does not exist"
         raise ConfigError(f"RUN {path} {what}: give the folder of a run or of a suite")
-    if is_run(path):
-        return [path]
-    inside = sorted(folder for folder in path.iterdir() if is_run(folder))
+    inside = [path] if _has_metrics(path) else sorted(folder for folder in path.iterdir() if _has_metrics(folder))
     if not inside:
         raise ConfigError(
             f"RUN {path} is no run and holds none: a run has {CONFIG} and {METRICS}, which `dualres train` and "
             "`dualres suite` write; give such a folder, or the one that holds them"
         )
     return inside
+
+
+def _has_metrics(folder: Path) -> bool:
+    return is_run(folder) and (folder / METRICS).is_file()
 
 
 def _read(folder: Path) -> Run:

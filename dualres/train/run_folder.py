@@ -55,6 +55,17 @@ def has_started(folder: Path) -> bool:
     return (metrics.exists() and metrics.stat().st_size > 0) or (folder / CHECKPOINTS).exists()
 
 
+def is_run(folder: Path) -> bool:
+    """Whether `dualres train` wrote the folder: its config says so, or what a run leaves beside a damaged one."""
+    try:
+        described = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        return {"config", "data"} <= described.keys() or begun(folder)
+    except OSError:
+        return False
+    except (ValueError, AttributeError):
+        return begun(folder)
+
+
 def open_run(folder: Path, config: Config, data: Path, index: Index, start: Path | None = None) -> None:
     """Begin a run in `folder`, or take one up: refused where it has another experiment or other data.
 

@@ -5,5 +5,9 @@ class DataError(ValueError):
     """Raised for invalid or corrupted data: the message names the file and the remedy."""
 
 
+class ModelError(ValueError):
+    """Raised for a model that cannot be opened, converted or exported: the message names the folder and the remedy."""
+
+
 class TrainError(RuntimeError):
     """Raised when a run cannot start or continue: the message names the cause, what is safe, and the remedy."""

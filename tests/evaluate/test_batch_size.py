@@ -1,5 +1,6 @@
 """How many rows run together: by memory, and halved where it was not enough."""
 
+import dataclasses
 import gc
 import weakref
 from pathlib import Path
@@ -14,7 +15,7 @@ from dualres.config.schema import ConfigError
 from dualres.evaluate import batch_size
 from dualres.evaluate.batch_size import CHUNK_BYTES, MOST_ROWS, Batch, batch_for, free_memory, row_bytes
 from dualres.evaluate.perplexity import score_source
-from dualres.evaluate.subject import Subject
+from dualres.hub.open_model import TrainedModel
 from dualres.plan.run_memory import Live
 from tests.evaluate.tiny import CONTEXT, TEXTS, Small, source_of, tiny_subject
 
@@ -26,8 +27,8 @@ def test_halved_where_memory_is_not_enough(tmp_path: Path, room: int):
     """Nothing is lost, and the smaller size stays, for the next source too."""
     subject, source = tiny_subject(), source_of(tmp_path, TEXTS)
     wanted = score_source(subject, source, batch=Batch(4, CONTEXT))
-    batch, model = Batch(64, CONTEXT), Small(subject.model, room)
-    found = score_source(subject._replace(model=model), source, batch=batch)
+    batch, model = Batch(64, CONTEXT), Small(subject.network, room)
+    found = score_source(dataclasses.replace(subject, network=model), source, batch=batch)
     assert found._replace(nats=0) == wanted._replace(nats=0)
     assert found.nats == pytest.approx(wanted.nats, rel=1e-6)
     assert model.asked[0] > room
@@ -35,15 +36,15 @@ def test_halved_where_memory_is_not_enough(tmp_path: Path, room: int):
     failures = sum(asked > room for asked in model.asked)
     assert failures <= 6  # 64 to 1
     model.asked.clear()
-    score_source(subject._replace(model=model), source, batch=batch)
+    score_source(dataclasses.replace(subject, network=model), source, batch=batch)
     assert max(model.asked) <= room
 
 
 def test_one_row_that_does_not_fit_is_an_error(tmp_path: Path):
     subject = tiny_subject()
-    model = Small(subject.model, CONTEXT - 1)
+    model = Small(subject.network, CONTEXT - 1)
     with pytest.raises(torch.OutOfMemoryError):
-        score_source(subject._replace(model=model), source_of(tmp_path, TEXTS), batch=Batch(2, CONTEXT))
+        score_source(dataclasses.replace(subject, network=model), source_of(tmp_path, TEXTS), batch=Batch(2, CONTEXT))
 
 
 def test_every_row_once_and_in_order():
@@ -119,18 +120,21 @@ def test_no_more_than_is_useful(monkeypatch: pytest.MonkeyPatch, device: str, co
     model = SimpleNamespace(
         device=torch.device(device),
         dtype=torch.float32,
-        config=subject.model.config,
-        get_input_embeddings=subject.model.get_input_embeddings,
-        get_output_embeddings=subject.model.get_output_embeddings,
+        config=subject.network.config,
+        get_input_embeddings=subject.network.get_input_embeddings,
+        get_output_embeddings=subject.network.get_output_embeddings,
     )
-    assert batch_size.batch_size(subject._replace(model=model, context=context)) == rows
+    assert batch_size.batch_size(dataclasses.replace(subject, network=model, context=context)) == rows
 
 
 def test_what_a_row_needs():
     """Logits 257, states (2·2 + 8)·32, feed-forward 4·64, scores 2·16 per token; half of it in half the precision."""
     subject = tiny_subject()
     assert row_bytes(subject) == (257 + 12 * 32 + 4 * 64 + 2 * 16) * 16 * 4
-    assert row_bytes(subject._replace(model=subject.model.bfloat16())) == (257 + 12 * 32 + 4 * 64 + 2 * 16) * 16 * 2
+    assert (
+        row_bytes(dataclasses.replace(subject, network=subject.network.bfloat16()))
+        == (257 + 12 * 32 + 4 * 64 + 2 * 16) * 16 * 2
+    )
 
 
 def test_the_estimate_is_above_what_is_measured():
@@ -140,10 +144,10 @@ def test_the_estimate_is_above_what_is_measured():
     assert peak < row_bytes(subject) < 6 * peak
 
 
-def live_bytes(subject: Subject) -> int:
+def live_bytes(subject: TrainedModel) -> int:
     tokens = torch.zeros(1, subject.context, dtype=torch.long)
-    with torch.no_grad(), Live([*subject.model.parameters(), *subject.model.buffers()]) as live:
-        subject.model(tokens, use_cache=False)
+    with torch.no_grad(), Live([*subject.network.parameters(), *subject.network.buffers()]) as live:
+        subject.network(tokens, use_cache=False)
         return live.peak
 
 

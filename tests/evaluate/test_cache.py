@@ -1,5 +1,6 @@
 """Kept results: found by all that decides them, measured anew when damaged, whole after an interruption."""
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -11,12 +12,11 @@ from dualres.evaluate import cache, evaluation, perplexity, zero_shot
 from dualres.evaluate.cache import Piece
 from dualres.evaluate.documents import find_sources
 from dualres.evaluate.evaluation import Asked, ModelResult, tokenizer_digest
-from dualres.evaluate.subject import Subject
 from dualres.evaluate.task_documents import task_documents
 from dualres.evaluate.tasks import tasks_of
 from dualres.util.progress import Progress
 from tests.evaluate.task_files import FILES, write_files, write_rows
-from tests.evaluate.tiny import bpe_tokenizer, byte_tokenizer, tiny_subject
+from tests.evaluate.tiny import InMemory, bpe_tokenizer, byte_tokenizer, tiny_subject
 from tests.train.tiny import tiny_data
 
 TASKS = "piqa,boolq"
@@ -59,11 +59,11 @@ def asked(data: Path, documents: Path, tmp_path: Path) -> Callable[..., Asked]:
 
 
 @pytest.fixture
-def subject() -> Subject:
+def subject() -> InMemory:
     return tiny_subject(context=64)
 
 
-def run(subject: Subject, asked: Asked, out: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[ModelResult, list[str]]:
+def run(subject: InMemory, asked: Asked, out: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[ModelResult, list[str]]:
     """-> the result and which pieces were measured, not taken from what was kept"""
     measured: list[str] = []
     make = evaluation.pieces
@@ -89,7 +89,7 @@ ALL = ["validation", "perplexity mine", "perplexity ptb", "zero-shot piqa", "zer
 
 
 def test_nothing_is_measured_twice(
-    subject: Subject, asked: Callable[..., Asked], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    subject: InMemory, asked: Callable[..., Asked], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     first, measured = run(subject, asked(), tmp_path / "out", monkeypatch)
     assert measured == ALL
@@ -102,18 +102,18 @@ def test_nothing_is_measured_twice(
 
 
 def test_what_decides_a_number_is_in_its_key(
-    subject: Subject, asked: Callable[..., Asked], documents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    subject: InMemory, asked: Callable[..., Asked], documents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     out = tmp_path / "out"
     run(subject, asked(), out, monkeypatch)
 
-    def measured(subject: Subject = subject, **changes: Any) -> list[str]:
+    def measured(subject: InMemory = subject, **changes: Any) -> list[str]:
         return run(subject, asked(**changes), out, monkeypatch)[1]
 
-    assert measured(subject._replace(identity="another")) == ALL
-    assert measured(subject._replace(context=63)) == ALL
-    assert measured(subject._replace(prefix=0)) == ALL
-    assert measured(subject._replace(name="renamed")) == []
+    assert measured(dataclasses.replace(subject, identity="another")) == ALL
+    assert measured(dataclasses.replace(subject, context=63)) == ALL
+    assert measured(dataclasses.replace(subject, prefix=0)) == ALL
+    assert measured(dataclasses.replace(subject, name="renamed")) == []
     assert measured(first_token="skipped") == ALL[1:3]
     assert measured(limit=1) == ALL[3:]
     assert measured(validation_tokens=None) == ALL[:1]
@@ -130,7 +130,7 @@ def test_what_decides_a_number_is_in_its_key(
 
 
 def test_an_interruption_loses_only_the_piece_at_work(
-    subject: Subject, asked: Callable[..., Asked], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    subject: InMemory, asked: Callable[..., Asked], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     with monkeypatch.context() as patched:
 
@@ -144,7 +144,7 @@ def test_an_interruption_loses_only_the_piece_at_work(
 
 
 def test_a_failure_leaves_the_other_pieces(
-    subject: Subject,
+    subject: InMemory,
     asked: Callable[..., Asked],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -152,7 +152,7 @@ def test_a_failure_leaves_the_other_pieces(
 ):
     score = perplexity.score_source
 
-    def failing(subject: Subject, source: Any, **options: Any) -> Any:
+    def failing(subject: InMemory, source: Any, **options: Any) -> Any:
         if source.name == "mine":
             raise MiddleError("went\nwrong")
         return score(subject, source, **options)
@@ -168,7 +168,7 @@ def test_a_failure_leaves_the_other_pieces(
 
 
 def test_a_full_disk_is_no_failure_of_a_piece(
-    subject: Subject, asked: Callable[..., Asked], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    subject: InMemory, asked: Callable[..., Asked], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     def full(*given: Any, **options: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -206,7 +206,7 @@ def without_a_field(path: Path) -> None:
 @pytest.mark.parametrize("damage", [cut_off, changed_digit, of_another, not_an_object, without_a_field])
 def test_a_damaged_file_is_measured_anew_with_a_note(
     damage: Callable[[Path], None],
-    subject: Subject,
+    subject: InMemory,
     asked: Callable[..., Asked],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -235,8 +235,8 @@ def test_names_of_files_are_plain(tmp_path: Path):
 
 
 def test_a_tokenizer_is_known_by_the_tokens_it_makes():
-    assert tokenizer_digest(byte_tokenizer()) == tokenizer_digest(byte_tokenizer())
-    assert tokenizer_digest(byte_tokenizer()) != tokenizer_digest(bpe_tokenizer())
+    assert tokenizer_digest(tiny_subject()) == tokenizer_digest(tiny_subject())
+    assert tokenizer_digest(tiny_subject()) != tokenizer_digest(tiny_subject(bpe_tokenizer()))
     padded = byte_tokenizer()
     padded("a", padding="max_length", max_length=5, truncation=True)  # leaves its mark in the tokenizer's description
-    assert tokenizer_digest(padded) == tokenizer_digest(byte_tokenizer())
+    assert tokenizer_digest(tiny_subject(padded)) == tokenizer_digest(tiny_subject())

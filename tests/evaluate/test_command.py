@@ -1,5 +1,6 @@
 """`dualres evaluate` as a user meets it."""
 
+import dataclasses
 import fcntl
 import gc
 import json
@@ -13,11 +14,12 @@ import pytest
 from dualres.cli import main
 from dualres.commands.evaluate import models_of
 from dualres.config.schema import ConfigError
-from dualres.evaluate import perplexity, subject, zero_shot
+from dualres.evaluate import perplexity, zero_shot
 from dualres.evaluate.batch_size import MOST_ROWS
-from dualres.evaluate.subject import Subject
-from dualres.hub.errors import ModelError
+from dualres.hub import open_model
+from dualres.hub.open_model import TrainedModel
 from dualres.util.atomic_files import LOCK
+from dualres.util.errors import ModelError
 from tests.evaluate.task_files import write_files, write_rows
 from tests.evaluate.tiny import bpe_tokenizer, save_tiny, tiny_subject
 from tests.train.tiny import tiny_data
@@ -36,15 +38,16 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """Models by made-up names in place of folders: how each was asked for."""
     asked: list[dict[str, Any]] = []
 
-    def load(path: str, **options: Any) -> Subject:
+    def load(path: str, **options: Any) -> TrainedModel:
         asked.append({"path": path, **options})
         if path == "missing":
             raise ModelError("no model at missing: give a folder")
         tokens = bpe_tokenizer() if path == "bpe" else None
         made = tiny_subject(tokens, context=CONTEXT, initializer_range=0.02 if path.endswith("small") else 0.3)
-        return made._replace(identity=path)
+        return dataclasses.replace(made, identity=path)
 
-    monkeypatch.setattr(subject, "load_subject", load)
+    monkeypatch.setattr("dualres.hub.open_model.open_model", load)
+    monkeypatch.setattr("dualres.hub.download.local_folder", lambda path: path)
     return asked
 
 
@@ -98,7 +101,7 @@ def test_what_is_kept_serves_more_models_and_measures(evaluate: Evaluate, monkey
     measured: list[tuple[str, str]] = []
     score = perplexity.score_source
 
-    def watched(subject: Subject, source: Any, **options: Any) -> Any:
+    def watched(subject: TrainedModel, source: Any, **options: Any) -> Any:
         measured.append((subject.name, source.name))
         return score(subject, source, **options)
 
@@ -116,7 +119,9 @@ def test_the_stated_options_reach_the_measures(evaluate: Evaluate, loaded: list[
         *("--dtype", "float32", "--out", "elsewhere", "--format", "json"),
     )
     assert code == 0, err
-    assert loaded == [{"path": "small", "checkpoint": "best", "device": "cpu", "dtype": "float32"}]
+    assert loaded == [
+        {"path": "small", "checkpoint": "best", "device": "cpu", "dtype": "float32", "architectures": "any"}
+    ]
     found = json.loads(out)
     assert found == report("elsewhere")
     assert found["asked"]["limit"] == 1
@@ -163,15 +168,15 @@ def test_different_tokenizers_are_noticed(evaluate: Evaluate):
 
 def test_a_model_is_released_before_the_next_is_loaded(evaluate: Evaluate, monkeypatch: pytest.MonkeyPatch):
     alive: list[weakref.ref[Any]] = []
-    load = subject.load_subject
+    load: Any = open_model.open_model
 
-    def watched(path: str, **options: Any) -> Subject:
+    def watched(path: str, **options: Any) -> TrainedModel:
         assert [reference() for reference in alive] == [None] * len(alive)
         made = load(path, **options)
-        alive.append(weakref.ref(made.model))
+        alive.append(weakref.ref(made.network))
         return made
 
-    monkeypatch.setattr(subject, "load_subject", watched)
+    monkeypatch.setattr(open_model, "open_model", watched)
     gc.disable()  # so that the command itself must collect
     try:
         assert evaluate("small", "large", "third", *PERPLEXITY, *TASKS)[0] == 0
@@ -183,7 +188,7 @@ def test_a_model_is_released_before_the_next_is_loaded(evaluate: Evaluate, monke
 def test_a_failed_task_leaves_the_rest_and_is_tried_again(evaluate: Evaluate, monkeypatch: pytest.MonkeyPatch):
     score = zero_shot.score_task
 
-    def failing(subject: Subject, documents: Any, **options: Any) -> Any:
+    def failing(subject: TrainedModel, documents: Any, **options: Any) -> Any:
         if documents.task.name == "piqa":
             raise RuntimeError("a kernel\nbroke")
         return score(subject, documents, **options)

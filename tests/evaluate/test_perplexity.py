@@ -1,6 +1,7 @@
 """Perplexity against explicit loops: every token once, every byte, whatever the text and the batch."""
 # B rows  T tokens  V vocabulary
 
+import dataclasses
 import json
 import math
 import tempfile
@@ -20,22 +21,32 @@ from dualres.evaluate import perplexity
 from dualres.evaluate.batch_size import CHUNK_BYTES, Batch
 from dualres.evaluate.documents import Source
 from dualres.evaluate.perplexity import FirstToken, SourceScore, as_data, check_vocabulary, from_data, macro, pooled
-from dualres.evaluate.subject import Subject
+from dualres.hub.open_model import TrainedModel
 from dualres.util.errors import DataError
 from tests.data.corpus import ODD
-from tests.evaluate.tiny import CONTEXT, TEXTS, bpe, bpe_tokenizer, byte_tokenizer, source_of, tiny_llama, tiny_subject
+from tests.evaluate.tiny import (
+    CONTEXT,
+    TEXTS,
+    bpe,
+    bpe_tokenizer,
+    byte_tokenizer,
+    in_memory,
+    source_of,
+    tiny_llama,
+    tiny_subject,
+)
 
 PROTOCOLS: list[FirstToken] = ["scored", "skipped"]
 TOKENIZERS: dict[str, Any] = {"bytes": byte_tokenizer(), "bpe": bpe_tokenizer()}
 ENCODE = {"bytes": lambda text: list(text.encode()), "bpe": lambda text: bpe().encode(text)}
 
 
-def score(subject: Subject, source: Source, rows: int = 3, first_token: FirstToken = "scored") -> SourceScore:
+def score(subject: TrainedModel, source: Source, rows: int = 3, first_token: FirstToken = "scored") -> SourceScore:
     return perplexity.score_source(subject, source, batch=Batch(rows, subject.context), first_token=first_token)
 
 
 @torch.no_grad()
-def by_hand(subject: Subject, documents: list[list[int]], first_token: FirstToken) -> tuple[int, float]:
+def by_hand(subject: TrainedModel, documents: list[list[int]], first_token: FirstToken) -> tuple[int, float]:
     """Tokens and nats: one document, one window and one row at a time, the log-softmax in float64."""
     count, nats = 0, 0.0
     for tokens in documents:
@@ -50,7 +61,7 @@ def by_hand(subject: Subject, documents: list[list[int]], first_token: FirstToke
             if not predicted:
                 continue
             assert len(read) <= subject.context
-            logits = subject.model(input_ids=torch.tensor([read])).logits[0]
+            logits = subject.network(input_ids=torch.tensor([read])).logits[0]
             log_p = logits.double().log_softmax(-1)
             for place, token in enumerate(predicted):
                 nats -= log_p[place, token].item()
@@ -102,9 +113,8 @@ class Bigram(nn.Module):
         return SimpleNamespace(logits=self.table(tokens))
 
 
-def bigram_subject(tokenizer: Any, context: int) -> Subject:
-    model = Bigram(len(tokenizer))
-    return Subject("bigram", "bigram", model, tokenizer, context, tokenizer.eos_token_id)
+def bigram_subject(tokenizer: Any, context: int) -> TrainedModel:
+    return in_memory("bigram", Bigram(len(tokenizer)), tokenizer, context)
 
 
 UNICODE = st.lists(
@@ -121,7 +131,7 @@ def test_every_token_is_scored_once_after_the_one_before_it(name: str, texts: li
     subject = bigram_subject(TOKENIZERS[name], context)
     with tempfile.TemporaryDirectory() as folder:
         found = score(subject, source_of(Path(folder), texts), rows)
-    table = subject.model.table.weight.detach().double().log_softmax(-1)
+    table = subject.network.table.weight.detach().double().log_softmax(-1)
     encoded = [ENCODE[name](text) for text in texts]
     nats = 0.0
     for tokens in encoded:
@@ -131,7 +141,7 @@ def test_every_token_is_scored_once_after_the_one_before_it(name: str, texts: li
     assert found.bytes == sum(len(text.encode()) for text in texts)
     assert found.documents == len(texts)
     assert found.nats == pytest.approx(nats, rel=1e-6)
-    for shape in subject.model.shapes:
+    for shape in subject.network.shapes:
         assert 0 < shape[1] <= context
         assert shape[0] * shape[1] <= rows * context
 
@@ -142,7 +152,7 @@ def test_every_token_is_scored_once_after_the_one_before_it(name: str, texts: li
 def test_skipped_tokens_are_the_first_of_windows(name: str, texts: list[str], context: int, rows: int):
     subject = bigram_subject(TOKENIZERS[name], context)
     encoded = [ENCODE[name](text) for text in texts]
-    table = subject.model.table.weight.detach().double().log_softmax(-1)
+    table = subject.network.table.weight.detach().double().log_softmax(-1)
     wanted = [
         -table[tokens[place - 1], tokens[place]].item()
         for tokens in encoded
@@ -238,7 +248,7 @@ def test_logits_are_never_copied_whole(monkeypatch: pytest.MonkeyPatch):
 def test_a_bfloat16_model(tmp_path: Path):
     """Its own logits, taken further in float32."""
     subject = tiny_subject()
-    subject = subject._replace(model=subject.model.to(torch.bfloat16))
+    subject = dataclasses.replace(subject, network=subject.network.to(torch.bfloat16))
     found = score(subject, source_of(tmp_path, TEXTS), rows=1)
     tokens, nats = by_hand(subject, [ENCODE["bytes"](text) for text in TEXTS], "scored")
     assert found.tokens == tokens
@@ -286,10 +296,10 @@ def test_a_vocabulary_beyond_the_model_is_refused(tmp_path: Path, change: str):
     """Before the model is asked anything."""
     subject = tiny_subject()
     if change == "rows":
-        subject = subject._replace(model=tiny_llama(vocab_size=256))
+        subject = dataclasses.replace(subject, network=tiny_llama(vocab_size=256))
     else:
-        subject.model.config.vocab_size = 256
-    subject.model.forward = None
+        subject.network.config.vocab_size = 256
+    subject.network.forward = None
     says = "tokenizer of tiny has the token '<|endoftext|>' with number 256, and the model has only 256 entries"
     with pytest.raises(DataError, match=says.replace("|", r"\|")):
         check_vocabulary(subject)
@@ -304,7 +314,7 @@ def test_a_vocabulary_below_the_models_is_fine(tmp_path: Path):
 @pytest.mark.parametrize("prefix", [-1, 257])
 def test_a_prefix_beyond_the_model_is_refused(prefix: int):
     with pytest.raises(DataError, match="prefix of tiny"):
-        check_vocabulary(tiny_subject()._replace(prefix=prefix))
+        check_vocabulary(dataclasses.replace(tiny_subject(), prefix=prefix))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -312,7 +322,7 @@ def test_a_likelihood_that_is_not_finite_is_refused(tmp_path: Path, value: float
     """Z in the third document, which is not the longest, and not in the first buffer."""
     monkeypatch.setattr(perplexity, "BUFFER", 10)
     subject = bigram_subject(byte_tokenizer(), CONTEXT)
-    subject.model.table.weight.data[ord("Z")] = value
+    subject.network.table.weight.data[ord("Z")] = value
     source = source_of(tmp_path, ["a" * 40, "", "bZc", "d" * 30], "gab")
     with pytest.raises(DataError, match="bigram gives document 3 of the source gab a log-likelihood of nan"):
         score(subject, source)
@@ -321,7 +331,7 @@ def test_a_likelihood_that_is_not_finite_is_refused(tmp_path: Path, value: float
 def test_padding_is_not_read(tmp_path: Path):
     """A prefix whose prediction is not a number: it pads a shorter row, and in this protocol nothing else."""
     subject = bigram_subject(byte_tokenizer(), CONTEXT)
-    subject.model.table.weight.data[subject.prefix] = math.nan
+    subject.network.table.weight.data[subject.prefix] = math.nan
     found = score(subject, source_of(tmp_path, ["a" * 10, "b" * 7]), first_token="skipped")
-    assert subject.model.shapes == [(2, 9)]
+    assert subject.network.shapes == [(2, 9)]
     assert math.isfinite(found.nats)

@@ -12,19 +12,17 @@ import numpy as np
 import pytest
 import torch
 from tokenizers.normalizers import Lowercase
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoTokenizer
 
 from dualres.config.schema import ConfigError
 from dualres.data.shards import INDEX, TOKENIZER, read_index
 from dualres.evaluate.batch_size import Batch
-from dualres.evaluate.subject import Subject
 from dualres.evaluate.validation import ValidationScore, validation_loss
-from dualres.model.decoder import Decoder
-from dualres.train.load import load_run
+from dualres.hub.open_model import TrainedModel, open_model
 from dualres.util.errors import DataError
-from tests.evaluate.tiny import Small, bpe_tokenizer, byte_tokenizer, tiny_subject, wrapped
+from tests.evaluate.tiny import Small, bpe_tokenizer, byte_tokenizer, tiny_subject
 from tests.train.tiny import TINY, rows, tiny_config, tiny_data, train_tiny
 
 CONTEXT = 32  # of the tiny runs
@@ -36,33 +34,12 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_data(tmp_path_factory.mktemp("tiny"))
 
 
-class Transformers(nn.Module):
-    """A decoder in the form of a causal LM of `transformers`."""
-
-    def __init__(self, decoder: Decoder):
-        super().__init__()
-        self.decoder = decoder
-        self.config = SimpleNamespace(vocab_size=257)
-        self.device, self.dtype = torch.device("cpu"), torch.float32
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.decoder.vocabulary.table
-
-    def get_output_embeddings(self) -> None:
-        return None
-
-    def forward(self, tokens: Tensor, use_cache: bool) -> Any:
-        return SimpleNamespace(logits=self.decoder(tokens))
-
-
 @pytest.mark.parametrize(("residual", "feedforward"), [("standard", "dense"), ("dar-block", "moe")])
 def test_it_is_the_number_of_the_run(data: Path, tmp_path: Path, residual: str, feedforward: str):
     """Seven windows in micro-batches of two, there; three at a time, here."""
     config = tiny_config(residual, feedforward, train__tokens=8 * 4 * CONTEXT, train__validate_every=4)
     done = train_tiny(config, data, tmp_path)
-    loaded = load_run(tmp_path)
-    subject = Subject("run", "run", Transformers(loaded.decoder.eval()), wrapped(loaded.tokenizer), CONTEXT, 256)
-    found = validation_loss(subject, data, batch=Batch(3, CONTEXT), tokens=VALIDATED)
+    found = validation_loss(open_model(tmp_path), data, batch=Batch(3, CONTEXT), tokens=VALIDATED)
     assert done.validation_loss == rows(tmp_path)[-1]["validation_loss"]
     assert found.loss == pytest.approx(done.validation_loss, rel=1e-6)
     assert (found.tokens, found.context, found.content) == (VALIDATED, CONTEXT, read_index(data).content)
@@ -80,10 +57,10 @@ def held_out(data: Path) -> Tensor:
 
 
 @torch.no_grad()
-def by_hand(subject: Subject, tokens: Tensor, windows: int) -> float:
+def by_hand(subject: TrainedModel, tokens: Tensor, windows: int) -> float:
     losses = []
     for start in range(0, windows * CONTEXT, CONTEXT):
-        logits = subject.model(tokens[None, start : start + CONTEXT]).logits
+        logits = subject.network(tokens[None, start : start + CONTEXT]).logits
         losses.append(cross_entropy(logits[0].double(), tokens[start + 1 : start + CONTEXT + 1]))
     return torch.stack(losses).mean().item()
 
@@ -105,8 +82,8 @@ def test_against_plain_transformers(data: Path, asked: int | None):
 def test_halved_where_memory_is_not_enough(data: Path):
     subject = tiny_subject(context=CONTEXT)
     wanted = validation_loss(subject, data, batch=Batch(2, CONTEXT), tokens=50 * CONTEXT)
-    batch, model = Batch(64, CONTEXT), Small(subject.model, 5 * CONTEXT)
-    found = validation_loss(subject._replace(model=model), data, batch=batch, tokens=50 * CONTEXT)
+    batch, model = Batch(64, CONTEXT), Small(subject.network, 5 * CONTEXT)
+    found = validation_loss(dataclasses.replace(subject, network=model), data, batch=batch, tokens=50 * CONTEXT)
     assert found.loss == pytest.approx(wanted.loss, rel=1e-6)
     assert found.tokens == wanted.tokens
     assert batch.tokens == 3 * CONTEXT  # 50, 25, 12, 6, 3
@@ -134,7 +111,7 @@ def test_a_tokenizer_that_makes_other_tokens_is_refused(data: Path, change: Any)
 
 
 def test_a_tokenizer_without_a_backend_is_refused(data: Path):
-    subject = tiny_subject(context=CONTEXT)._replace(tokenizer=SimpleNamespace())
+    subject = dataclasses.replace(tiny_subject(context=CONTEXT), tokenizer=SimpleNamespace())
     with pytest.raises(DataError, match="another tokenizer"):
         validation_loss(subject, data, batch=Batch(2, CONTEXT))
 
@@ -153,7 +130,7 @@ def test_what_a_tokenizer_adds_does_not_matter(data: Path, tmp_path: Path):
 def test_tokens_beyond_the_model_are_refused(data: Path):
     """Before the model reads any."""
     subject = tiny_subject(context=CONTEXT, vocab_size=200)
-    subject.model.forward = None
+    subject.network.forward = None
     with pytest.raises(DataError, match=r"has token 256 at position \d+, and the vocabulary has 200 entries"):
         validation_loss(subject, data, batch=Batch(2, CONTEXT))
 
@@ -211,7 +188,7 @@ def test_no_tokens_are_refused(data: Path, tokens: int):
 
 def test_a_loss_that_is_not_finite_is_refused(data: Path):
     subject = tiny_subject(context=CONTEXT)
-    subject.model.lm_head.weight.data[:] = torch.nan
+    subject.network.lm_head.weight.data[:] = torch.nan
     with pytest.raises(DataError, match="tiny gives a loss of nan in windows 1 to 2 of"):
         validation_loss(subject, data, batch=Batch(2, CONTEXT))
 

@@ -1,6 +1,7 @@
 """Zero-shot scores: those of the harness to the last digit, those of a plain computation, and the subject unchanged."""
 
 import copy
+import dataclasses
 import json
 import logging
 from pathlib import Path
@@ -18,10 +19,10 @@ from lm_eval.tasks import TaskManager
 from dualres.config.schema import ConfigError
 from dualres.evaluate import zero_shot
 from dualres.evaluate.batch_size import Batch
-from dualres.evaluate.subject import Subject
 from dualres.evaluate.task_documents import TaskDocuments, task_documents
 from dualres.evaluate.tasks import TASKS, Task
 from dualres.evaluate.zero_shot import Accuracy, TaskScore, as_data, average, from_data, score_task
+from dualres.hub.open_model import TrainedModel
 from dualres.util.errors import DataError
 from tests.evaluate.task_files import FILES, write_files
 from tests.evaluate.tiny import bpe_tokenizer, tiny_subject
@@ -40,11 +41,11 @@ def documents(files: Path) -> dict[str, TaskDocuments]:
 
 
 @pytest.fixture(scope="module")
-def subject() -> Subject:
+def subject() -> TrainedModel:
     return tiny_subject(bpe_tokenizer(), context=CONTEXT)
 
 
-def harness_scores(subject: Subject, task: Task, file: Path, folder: Path) -> dict[str, Any]:
+def harness_scores(subject: TrainedModel, task: Task, file: Path, folder: Path) -> dict[str, Any]:
     """The harness by itself: a YAML that includes the stock one and reads the file, run by its own evaluator."""
     stock = Path(lm_eval.tasks.__file__).parent / task.folder
     [path] = [path for path in stock.glob("*.yaml") if f"\ntask: {task.name}\n" in "\n" + path.read_text()]
@@ -54,7 +55,7 @@ def harness_scores(subject: Subject, task: Task, file: Path, folder: Path) -> di
     own = folder / f"{task.name}.yaml"
     own.write_text(yaml.safe_dump({"include": str(path), "task": task.name, **data, **splits}))
     model = HFLM(
-        pretrained=subject.model, tokenizer=copy.deepcopy(subject.tokenizer), batch_size=BATCH, max_length=CONTEXT
+        pretrained=subject.network, tokenizer=copy.deepcopy(subject.tokenizer), batch_size=BATCH, max_length=CONTEXT
     )
     found = lm_eval.simple_evaluate(
         model, tasks=[str(own)], task_manager=TaskManager(include_defaults=False, include_path=folder)
@@ -67,7 +68,7 @@ def harness_scores(subject: Subject, task: Task, file: Path, folder: Path) -> di
 def test_a_model_of_nans_has_no_score(documents: dict[str, TaskDocuments]):
     broken = tiny_subject(bpe_tokenizer(), context=CONTEXT)
     with torch.no_grad():
-        broken.model.lm_head.weight.fill_(torch.nan)
+        broken.network.lm_head.weight.fill_(torch.nan)
     with pytest.raises(DataError, match="tiny gives an answer of piqa a log-likelihood of nan"):
         score_task(broken, documents["piqa"], batch=BATCH)
 
@@ -80,7 +81,7 @@ def test_a_tokenizer_beyond_the_model_is_refused(documents: dict[str, TaskDocume
 @pytest.mark.parametrize("memory", [10_000, 100])
 @pytest.mark.parametrize("tokens", [1, 120, 10_000])
 def test_a_batch_of_tokens_gives_the_same_scores(
-    tokens: int, memory: int, subject: Subject, documents: dict[str, TaskDocuments]
+    tokens: int, memory: int, subject: TrainedModel, documents: dict[str, TaskDocuments]
 ):
     """As many rows as the longest prompt allows, halved where they do not fit, and never none."""
     asked: list[torch.Size] = []
@@ -92,7 +93,7 @@ def test_a_batch_of_tokens_gives_the_same_scores(
             raise torch.OutOfMemoryError(f"{rows.numel()} tokens")
 
     wanted = score_task(subject, documents["piqa"], batch=BATCH).accuracies
-    hook = subject.model.register_forward_pre_hook(look, with_kwargs=True)
+    hook = subject.network.register_forward_pre_hook(look, with_kwargs=True)
     batch = Batch(1, tokens)
     found = score_task(subject, documents["piqa"], batch=batch).accuracies
     hook.remove()
@@ -104,13 +105,13 @@ def test_a_batch_of_tokens_gives_the_same_scores(
     assert asked[-1].numel() <= max(memory, longest)
 
 
-def test_a_shorter_context_is_what_the_model_reads(subject: Subject, documents: dict[str, TaskDocuments]):
+def test_a_shorter_context_is_what_the_model_reads(subject: TrainedModel, documents: dict[str, TaskDocuments]):
     widths: list[int] = []
-    hook = subject.model.register_forward_pre_hook(
+    hook = subject.network.register_forward_pre_hook(
         lambda module, args, kwargs: widths.append((args[0] if args else kwargs["input_ids"]).shape[1]),
         with_kwargs=True,
     )
-    found = score_task(subject._replace(context=40), documents["piqa"], batch=BATCH)
+    found = score_task(dataclasses.replace(subject, context=40), documents["piqa"], batch=BATCH)
     hook.remove()
     assert max(widths) == 40
     assert found.cut > 0
@@ -120,7 +121,7 @@ def test_a_shorter_context_is_what_the_model_reads(subject: Subject, documents: 
 def test_scores_are_those_of_the_harness(
     task: Task,
     file: str,
-    subject: Subject,
+    subject: TrainedModel,
     documents: dict[str, TaskDocuments],
     files: Path,
     tmp_path: Path,
@@ -147,11 +148,11 @@ def test_scores_are_those_of_the_harness(
 
 
 @torch.no_grad()
-def log_likelihood(subject: Subject, prompt: str, answer: str) -> float:
+def log_likelihood(subject: TrainedModel, prompt: str, answer: str) -> float:
     """Σ_t log p(answer_t | prompt, answer_<t), with the space that separates them in the answer."""
     whole = subject.tokenizer(prompt + answer)["input_ids"]
     start = len(subject.tokenizer(prompt)["input_ids"])
-    scores = subject.model(torch.tensor([whole[:-1]])).logits[0].double().log_softmax(-1)
+    scores = subject.network(torch.tensor([whole[:-1]])).logits[0].double().log_softmax(-1)
     return sum(scores[at - 1, whole[at]].item() for at in range(start, len(whole)))
 
 
@@ -179,7 +180,7 @@ def test_acc_and_acc_norm_by_a_plain_computation(documents: dict[str, TaskDocume
     assert likeliest != likeliest_by_length
 
 
-def test_a_limit_takes_the_first_documents(subject: Subject, documents: dict[str, TaskDocuments]):
+def test_a_limit_takes_the_first_documents(subject: TrainedModel, documents: dict[str, TaskDocuments]):
     whole = documents["hellaswag"]
     limited = score_task(subject, whole, batch=BATCH, limit=2)
     first = score_task(subject, whole._replace(rows=(whole.rows or ())[:2]), batch=BATCH)
@@ -195,7 +196,7 @@ def test_prompts_that_are_cut_are_counted(documents: dict[str, TaskDocuments]):
     # With " no" the last prompt reads all of the context, with " yes" it is cut.
     found = documents["boolq"]._replace(rows=(*rows[:2], long))
     assert score_task(subject, found, batch=BATCH).cut == 1
-    assert score_task(subject._replace(context=40), found, batch=BATCH).cut == sum(
+    assert score_task(dataclasses.replace(subject, context=40), found, batch=BATCH).cut == sum(
         length + len(answer) > 41 for length in (*lengths[:2], CONTEXT - 2) for answer in (" no", " yes")
     )
 
@@ -205,7 +206,7 @@ def test_an_answer_longer_than_the_context_is_refused(documents: dict[str, TaskD
         score_task(tiny_subject(context=16), documents["hellaswag"], batch=BATCH)
 
 
-def test_the_hub_out_of_reach_is_said_with_what_else_there_is(subject: Subject, monkeypatch: pytest.MonkeyPatch):
+def test_the_hub_out_of_reach_is_said_with_what_else_there_is(subject: TrainedModel, monkeypatch: pytest.MonkeyPatch):
     def unreachable(*given: object, **options: object) -> None:
         raise ConnectionError("no route\nto the hub")
 
@@ -216,7 +217,7 @@ def test_the_hub_out_of_reach_is_said_with_what_else_there_is(subject: Subject, 
 
 
 def test_the_hubs_documents_are_the_stock_tasks(
-    subject: Subject, documents: dict[str, TaskDocuments], monkeypatch: pytest.MonkeyPatch
+    subject: TrainedModel, documents: dict[str, TaskDocuments], monkeypatch: pytest.MonkeyPatch
 ):
     """The stock task asks `datasets` for its dataset, of which there may be more splits than are evaluated."""
     asked = []
@@ -244,14 +245,14 @@ def test_the_subject_is_left_as_it_was(documents: dict[str, TaskDocuments]):
     subject = tiny_subject(context=CONTEXT)
     tokenizer = subject.tokenizer
     tokenizer.pad_token = tokenizer.eos_token = None  # the harness adds a token then
-    before = len(tokenizer), {name: value.clone() for name, value in subject.model.state_dict().items()}
+    before = len(tokenizer), {name: value.clone() for name, value in subject.network.state_dict().items()}
     score_task(subject, documents["piqa"], batch=BATCH)
     assert (len(tokenizer), tokenizer.pad_token) == (before[0], None)
-    assert all(torch.equal(value, before[1][name]) for name, value in subject.model.state_dict().items())
+    assert all(torch.equal(value, before[1][name]) for name, value in subject.network.state_dict().items())
 
 
 def test_it_is_quiet_but_for_our_progress(
-    subject: Subject, documents: dict[str, TaskDocuments], capfd: pytest.CaptureFixture[str]
+    subject: TrainedModel, documents: dict[str, TaskDocuments], capfd: pytest.CaptureFixture[str]
 ):
     begin, level = tqdm.__init__, logging.getLogger("lm_eval").level
     shown: list[str] = []
@@ -262,12 +263,12 @@ def test_it_is_quiet_but_for_our_progress(
 
 
 def test_a_batch_too_large_for_the_memory_is_halved(
-    subject: Subject, documents: dict[str, TaskDocuments], monkeypatch: pytest.MonkeyPatch
+    subject: TrainedModel, documents: dict[str, TaskDocuments], monkeypatch: pytest.MonkeyPatch
 ):
     tried: list[int] = []
     score = zero_shot._score_task
 
-    def crowded(subject: Subject, documents: TaskDocuments, watch: Any, limit: int | None) -> TaskScore:
+    def crowded(subject: TrainedModel, documents: TaskDocuments, watch: Any, limit: int | None) -> TaskScore:
         tried.append(watch.rows)
         if watch.rows > 4:
             raise torch.OutOfMemoryError
@@ -278,14 +279,14 @@ def test_a_batch_too_large_for_the_memory_is_halved(
     assert tried == [16, 8, 4]
 
 
-def test_scores_survive_json(subject: Subject, documents: dict[str, TaskDocuments]):
+def test_scores_survive_json(subject: TrainedModel, documents: dict[str, TaskDocuments]):
     score = score_task(subject, documents["boolq"], batch=BATCH)
     assert from_data(json.loads(json.dumps(as_data(score)))) == score
     with pytest.raises(ValueError, match="not a number"):
         from_data({**as_data(score), "accuracies": {"acc": {"value": None, "error": None}}})
 
 
-def test_the_average_is_unweighted(subject: Subject, documents: dict[str, TaskDocuments]):
+def test_the_average_is_unweighted(subject: TrainedModel, documents: dict[str, TaskDocuments]):
     score = score_task(subject, documents["boolq"], batch=BATCH)
     scores = [
         score._replace(accuracies={"acc": Accuracy(value, 0.1)}, documents=count)

@@ -4,6 +4,7 @@ import functools
 import json
 import pydoc_data.topics
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from dualres.data import tokenizer
 from dualres.data.tokenizer import END_OF_TEXT, Tokenizer
 from dualres.evaluate.documents import Source, find_sources
-from dualres.evaluate.subject import Subject
+from dualres.hub.open_model import TrainedModel
 from tests.data.corpus import ODD
 
 CONTEXT = 16
@@ -61,12 +62,23 @@ def tiny_llama(vocab_size: int = 257, context: int = CONTEXT, **changes: Any) ->
         return LlamaForCausalLM(LlamaConfig(vocab_size=vocab_size, max_position_embeddings=context, **given)).eval()
 
 
-def tiny_subject(tokens: Any = None, context: int = CONTEXT, **changes: Any) -> Subject:
+@dataclass(frozen=True)
+class InMemory(TrainedModel):
+    """A model that was not opened from a folder."""
+
+    identity: str = "tiny"
+    prefix: int = 256
+
+
+def in_memory(name: str, network: Any, tokenizer: Any, context: int) -> InMemory:
+    return InMemory(name, Path(name), network, tokenizer, context, prefix=tokenizer.convert_tokens_to_ids(END_OF_TEXT))
+
+
+def tiny_subject(tokens: Any = None, context: int = CONTEXT, **changes: Any) -> InMemory:
     """A Llama with as many entries as its tokenizer, the one of bytes unless another is given."""
     tokens = tokens or byte_tokenizer()
-    end = tokens.convert_tokens_to_ids(END_OF_TEXT)
     model = tiny_llama(**{"vocab_size": len(tokens), "context": context, **changes})
-    return Subject("tiny", "tiny", model, tokens, context, end)
+    return in_memory("tiny", model, tokens, context)
 
 
 class Small:

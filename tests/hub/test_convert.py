@@ -16,12 +16,13 @@ from safetensors.torch import load_file, save_file
 from dualres.config.loading import names
 from dualres.config.schema import ConfigError, ResidualConfig
 from dualres.data.tokenizer import byte_tokenizer
-from dualres.hub.convert import Source, convert, decoder_of, local_folder, read_source, target
-from dualres.hub.errors import ModelError
+from dualres.hub.convert import Source, convert, decoder_of, read_source, target
+from dualres.hub.download import local_folder
 from dualres.hub.export import export
 from dualres.hub.hf_model import DualResForCausalLM
 from dualres.hub.hf_tokenizer import as_transformers
-from dualres.hub.speak import load_speaker
+from dualres.hub.open_model import open_model
+from dualres.util.errors import ModelError
 from tests.hub.family import FAMILY, SIZE, family_model, saved_family_model
 from tests.small import model_config, next_token_loss, random_tokens, real_text, relative_error, stirred
 
@@ -234,7 +235,7 @@ def test_tokens_settings_and_tokenizer_come_along(tmp_path: Path):
     assert (loaded.config.bos_token_id, loaded.config.eos_token_id) == (5, [6, 7])
     settings = loaded.generation_config
     assert (settings.temperature, settings.do_sample, settings.eos_token_id) == (0.6, True, [6, 8])
-    assert load_speaker(tmp_path / "out").ends == {6, 8}
+    assert open_model(tmp_path / "out").ends == {6, 8}
     export(tmp_path / "out", tmp_path / "back", form="llama")
     back = transformers.GenerationConfig.from_pretrained(tmp_path / "back")
     assert (back.temperature, back.eos_token_id) == (0.6, [6, 8])

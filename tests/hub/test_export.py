@@ -16,16 +16,12 @@ from dualres import cli
 from dualres.config.loading import load_recipe
 from dualres.config.schema import ConfigError
 from dualres.data.prepare import Settings, prepare
-from dualres.evaluate.subject import load_subject
+from dualres.evaluate.evaluation import tokenizer_digest
 from dualres.hub.convert import convert
-from dualres.hub.errors import ModelError
-from dualres.hub.export import RUN_RECORD, export, import_run, open_model
-from dualres.hub.model_folder import load_model
-from dualres.hub.speak import load_speaker
-from dualres.hub.start import check_tokens, read_start
-from dualres.train.load import load_run
+from dualres.hub.export import RUN_RECORD, export, import_run, run_record
+from dualres.hub.open_model import open_model, open_start
 from dualres.train.loop import train
-from dualres.util.errors import TrainError
+from dualres.util.errors import DataError, ModelError, TrainError
 from tests.hub.family import saved_family_model
 from tests.small import random_tokens, relative_error
 from tests.train.tiny import ALONE, Told, overrides, tiny_config, tiny_data
@@ -52,7 +48,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 def test_a_run_goes_out_and_comes_back(name: str, made: Made, tmp_path: Path):
     run, out = made.folder / name, tmp_path / "out"
     export(run, out)
-    ours = load_run(run)
+    ours = open_model(run)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(out)
     with torch.no_grad():
         assert torch.equal(loaded(TOKENS).logits, ours.decoder(TOKENS))
@@ -60,7 +56,7 @@ def test_a_run_goes_out_and_comes_back(name: str, made: Made, tmp_path: Path):
     assert transformers.AutoTokenizer.from_pretrained(out)(text)["input_ids"] == ours.tokenizer.encode(text)
 
     import_run(out, tmp_path / "again")
-    again = load_run(tmp_path / "again")
+    again = open_model(tmp_path / "again")
     assert all(torch.equal(p, q) for p, q in zip(again.decoder.parameters(), ours.decoder.parameters(), strict=True))
     export(tmp_path / "again", tmp_path / "out2")
     for file in ("model.safetensors", "config.json", "tokenizer.json", RUN_RECORD):
@@ -87,10 +83,10 @@ def test_the_card_has_what_was_trained_and_measured(made: Made, tmp_path: Path):
 
 def test_best_and_last_and_dtype(made: Made, tmp_path: Path):
     run = made.folder / "dar-block"
-    export(run, tmp_path / "best", which="best", dtype="bfloat16")
-    best = load_model(tmp_path / "best")
-    wanted = load_run(run, "best").decoder.bfloat16()
-    assert best.dtype == torch.bfloat16
+    export(run, tmp_path / "best", checkpoint="best", dtype="bfloat16")
+    best = open_model(tmp_path / "best")
+    wanted = open_model(run, checkpoint="best").decoder.bfloat16()
+    assert best.dtype == best.hf_model.config.dtype == torch.bfloat16
     assert all(torch.equal(p, q) for p, q in zip(best.decoder.parameters(), wanted.parameters(), strict=True))
 
 
@@ -99,10 +95,10 @@ def test_standard_as_llama_and_the_others_refused(made: Made, tmp_path: Path):
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "llama")
     assert isinstance(model, transformers.LlamaForCausalLM)
     with torch.no_grad():
-        assert relative_error(model(TOKENS).logits, load_run(made.folder / "standard").decoder(TOKENS)) < 1e-5
+        assert relative_error(model(TOKENS).logits, open_model(made.folder / "standard").decoder(TOKENS)) < 1e-5
     assert not list((tmp_path / "llama").glob("*.py"))
     assert "import dualres" not in (tmp_path / "llama" / "README.md").read_text()
-    with pytest.raises(ModelError, match="is on dar-block, which Llama has not"):
+    with pytest.raises(ModelError, match="is on dar-block, which Llama does not have"):
         export(made.folder / "dar-block", tmp_path / "no", form="llama")
     assert not (tmp_path / "no").exists()
 
@@ -142,7 +138,7 @@ def test_a_damaged_folder_is_refused_by_name(name: str, made: Made, tmp_path: Pa
     damage, message = DAMAGED[name]
     damage(tmp_path / "out")
     with pytest.raises(ModelError, match=message):
-        load_model(tmp_path / "out")
+        open_model(tmp_path / "out")
 
 
 def test_transformers_refuses_tensors_that_do_not_match(made: Made, tmp_path: Path):
@@ -172,10 +168,10 @@ def test_training_goes_on_from_a_saved_model(made: Made, tmp_path: Path):
     """The first loss is the source's, not a fresh model's; a resumed run does not begin again."""
     export(made.folder / "standard", tmp_path / "llama", form="llama")
     convert(str(tmp_path / "llama"), tmp_path / "dar", "dar-block", ["residual.branches_per_block=2"])
-    start = read_start(tmp_path / "dar")
-    check_tokens(start, made.data)
+    start = open_start(tmp_path / "dar", made.data).decoder
+    assert start.norm.weight.is_meta
     changes = [change for change in overrides(train__tokens=8 * 4 * 32) if change.startswith("train.")]
-    config = load_recipe("nano", start.model, start.residual, changes)
+    config = load_recipe("nano", start.config, start.residual_config, changes)
     assert config.model.read_eps is not None
     told = Told()
     train(config, made.data, tmp_path / "run", ALONE, told, start=tmp_path / "dar")
@@ -185,21 +181,21 @@ def test_training_goes_on_from_a_saved_model(made: Made, tmp_path: Path):
     assert fresh == pytest.approx(math.log(257), abs=0.2)
     assert first < fresh - 0.3
     assert json.loads((tmp_path / "run" / "config.json").read_text())["start"] == "dar"
-    before = load_run(tmp_path / "run").decoder.state_dict()
+    before = open_model(tmp_path / "run").decoder.state_dict()
     told = Told()
     (tmp_path / "dar").rename(tmp_path / "moved")
     train(config, made.data, tmp_path / "run", ALONE, told, start=tmp_path / "moved")
     assert json.loads((tmp_path / "run" / "config.json").read_text())["start"] == "dar"
     assert "resumed" in " ".join(told.said)
-    after = load_run(tmp_path / "run").decoder.state_dict()
+    after = open_model(tmp_path / "run").decoder.state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_data_of_another_tokenizer_are_refused(made: Made, tmp_path: Path):
     export(made.folder / "dar-block", tmp_path / "out")
     prepare(Settings(str(made.folder / "topics.jsonl"), "bpe:300", held_out=0.1), tmp_path / "data")
-    with pytest.raises(ModelError, match=r"another tokenizer .* --tokenizer .*tokenizer.json"):
-        check_tokens(read_start(tmp_path / "out"), tmp_path / "data")
+    with pytest.raises(DataError, match=r"another tokenizer .* --tokenizer .*tokenizer.json"):
+        open_start(tmp_path / "out", tmp_path / "data")
 
 
 def test_an_imported_run_says_how_to_train_on(made: Made, tmp_path: Path):
@@ -218,23 +214,35 @@ def test_what_was_not_exported_from_a_run_is_not_imported(made: Made, tmp_path: 
         import_run(tmp_path / "source", tmp_path / "run")
 
 
-def test_subjects_of_all_kinds_agree(made: Made, tmp_path: Path):
+def test_models_of_all_kinds_agree(made: Made, tmp_path: Path):
     export(made.folder / "standard", tmp_path / "ours")
     export(made.folder / "standard", tmp_path / "llama", form="llama")
-    subjects = [load_subject(str(path)) for path in (made.folder / "standard", tmp_path / "ours", tmp_path / "llama")]
-    assert [subject.name for subject in subjects] == ["standard", "ours", "llama"]
-    assert {subject.context for subject in subjects} == {32}
-    assert {subject.prefix for subject in subjects} == {256}
-    assert len({subject.identity for subject in subjects}) == 3
-    assert load_subject(str(tmp_path / "ours")).identity == subjects[1].identity
-    assert load_subject(str(tmp_path / "ours"), dtype="bfloat16").identity != subjects[1].identity
+    folders = made.folder / "standard", tmp_path / "ours", tmp_path / "llama"
+    models = [open_model(path, architectures="any") for path in folders]
+    assert [model.name for model in models] == ["standard", "ours", "llama"]
+    assert {model.context for model in models} == {32}
+    assert {model.vocab_size for model in models} == {257}
+    assert {model.prefix for model in models} == {256}
+    assert {model.ends for model in models} == {frozenset([256])}
+    assert {tuple(model.encode("ab")) for model in models} == {(97, 98)}
+    assert {tuple(model.encode("")) for model in models} == {(256,)}
+    assert {model.decode([97, 98, 256]) for model in models} == {"ab"}
+    assert len({tokenizer_digest(model) for model in models}) == 1
+    assert len({model.identity for model in models}) == 3
+    assert open_model(tmp_path / "ours").identity == models[1].identity
+    assert open_model(tmp_path / "ours", dtype="bfloat16").identity != models[1].identity
     with torch.no_grad():
-        wanted = subjects[0].model(TOKENS).logits
-        assert all(relative_error(subject.model(TOKENS).logits, wanted) < 1e-5 for subject in subjects)
+        wanted = models[0].logits(TOKENS)
+        assert torch.equal(models[0].hf_model(TOKENS).logits, wanted)
+        assert torch.equal(models[1].logits(TOKENS), wanted)
+        assert relative_error(models[2].logits(TOKENS), wanted) < 1e-5
+    for take in (lambda: models[2].decoder, lambda: open_model(tmp_path / "llama")):
+        with pytest.raises(ModelError, match="holds a llama model"):
+            take()
     (tmp_path / "llama" / "tokenizer.json").unlink()
     (tmp_path / "llama" / "tokenizer_config.json").unlink()
     with pytest.raises(ModelError, match="has no tokenizer"):
-        load_subject(str(tmp_path / "llama"))
+        _ = open_model(tmp_path / "llama", architectures="any").prefix
 
 
 def test_commands(made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -246,7 +254,7 @@ def test_commands(made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "is there already" in capsys.readouterr().err
     assert cli.main(["export", run, str(tmp_path / "ours")]) == 0
     assert cli.main(["import", str(tmp_path / "ours"), str(tmp_path / "run")]) == 0
-    assert open_model(tmp_path / "run").record is not None
+    assert run_record(open_model(tmp_path / "run")) is not None
     shutil.rmtree(tmp_path / "ours")
     data = ["--data", str(made.data), "--out", str(tmp_path / "more")]
     changes = [
@@ -262,7 +270,7 @@ RECORDS = {
     "another method": (lambda r: r["config"]["residual"].update(method="dar-selfkv"), "of another model"),
     "other layers": (lambda r: r["config"]["model"].update(layers=3), "of another model"),
     "an unknown key": (lambda r: r["config"]["model"].update(depth=3), "unknown key"),
-    "half a step": (lambda r: r["state"].update(step=4.5), "step 4.5 is no count"),
+    "half a step": (lambda r: r["state"].update(step=4.5), "step=4.5 is not a count"),
     "no fingerprint": (lambda r: r["data"].pop("fingerprint"), "fingerprint"),
     "another tokenizer": (lambda r: r["data"].update(fingerprint="0"), "is not the tokenizer"),
     "a loss beyond all numbers": (lambda r: r["state"].update(best_loss=10**400), "is not what"),
@@ -286,20 +294,22 @@ def test_an_exported_folder_is_exported_again(made: Made, tmp_path: Path):
     export(tmp_path / "a", tmp_path / "b")
     import_run(tmp_path / "b", tmp_path / "run")
     assert (tmp_path / "b" / "tokenizer.json").read_bytes() == (tmp_path / "a" / "tokenizer.json").read_bytes()
-    with pytest.raises(ModelError, match="leave --checkpoint best out"):
-        export(tmp_path / "a", tmp_path / "c", which="best")
+    with pytest.raises(ModelError, match="is an exported model, not a run: --checkpoint does not apply"):
+        export(tmp_path / "a", tmp_path / "c", checkpoint="best")
 
 
 def test_training_from_a_folder_reads_its_model_and_nothing_else(made: Made, tmp_path: Path):
     export(made.folder / "dar-block", tmp_path / "out")
-    start = read_start(tmp_path / "out")
+    start = open_start(tmp_path / "out", made.data).decoder
     for override in ("residual.method=dar-selfkv", "model.rope_base=5", "residual.gate_scale=1"):
         with pytest.raises(ConfigError, match="stays what it is"):
-            load_recipe("nano", start.model, start.residual, [override])
-    assert load_recipe("nano", start.model, start.residual, ["model.context=16"]).model.context == 16
+            load_recipe("nano", start.config, start.residual_config, [override])
+    assert load_recipe("nano", start.config, start.residual_config, ["model.context=16"]).model.context == 16
     shutil.copyfile(tmp_path / "out" / "model.safetensors", tmp_path / "out" / "backup.safetensors")
     with pytest.raises(ModelError, match=r"backup.safetensors is not part of the model"):
-        read_start(tmp_path / "out")
+        open_start(tmp_path / "out", made.data)
+    with pytest.raises(ModelError, match="is a run: export it"):
+        open_start(made.folder / "dar-block", made.data)
 
 
 def test_a_full_disk_is_named(made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -324,8 +334,8 @@ def test_generate_takes_runs_and_exported_models(made: Made, tmp_path: Path, cap
     assert said[0] == said[1]
     (tmp_path / "out" / RUN_RECORD).write_text("[]")
     with pytest.raises(ModelError, match="is not what `dualres export` writes"):
-        open_model(tmp_path / "out")
+        run_record(open_model(tmp_path / "out"))
     (tmp_path / "out" / "tokenizer.json").unlink()
     (tmp_path / "out" / "tokenizer_config.json").unlink()
     with pytest.raises(ModelError, match="has no tokenizer"):
-        load_speaker(tmp_path / "out")
+        open_model(tmp_path / "out").encode("x")

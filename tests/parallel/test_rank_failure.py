@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from dualres.hub.export import export
 from dualres.hub.hf_model import DualResForCausalLM
-from dualres.train.load import load_run
+from dualres.hub.open_model import open_model
 from tests.parallel.fault_worker import REASON, STEP
 from tests.train.tiny import kill_all, launch, losses, metrics, said
 
@@ -69,7 +69,7 @@ def test_killed_named_and_taken_up_again(data: Path, tmp_path: Path, monkeypatch
     export(folder, tmp_path / "exported")
     exported = DualResForCausalLM.from_pretrained(tmp_path / "exported")
     tokens = torch.arange(20)[None]
-    assert torch.equal(exported(tokens).logits, load_run(folder).decoder(tokens))
+    assert torch.equal(exported(tokens).logits, open_model(folder).decoder(tokens))
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from dualres.hub.hf_model import DualResForCausalLM
+from dualres.hub.open_model import open_model
 from dualres.model.decoder import build_decoder
 from dualres.train.engines.build import engine_name
-from dualres.train.load import load_run
 from dualres.train.loop import train
 from dualres.util.errors import TrainError
 from tests.launching import torchrun
@@ -55,7 +55,7 @@ def test_two_processes_train_like_one(group: str, alone: dict[str, Path], data: 
         if case[2] == "moe":
             routers = [[row["router_loss"] for row in rows(folder) if "loss" in row] for folder in (ours, wanted)]
             assert routers[0] == pytest.approx(routers[1], rel=1e-5), name(*case)
-        weights = zip(load_run(ours).decoder.parameters(), load_run(wanted).decoder.parameters(), strict=True)
+        weights = zip(open_model(ours).decoder.parameters(), open_model(wanted).decoder.parameters(), strict=True)
         # AdamW divides by the root of the second moment: where a gradient is rounding only, so is the step.
         assert max(relative_error(a, b) for a, b in weights if b.dim() > 1) < 1e-3, name(*case)
         # And a checkpoint of two ranks goes on alone: finished, so there is nothing to do but to load it.

@@ -8,17 +8,17 @@ import pytest
 from dualres.cli import main
 from dualres.data.shards import TOKENIZER
 from dualres.data.tokenizer import byte_tokenizer, train_bpe
+from dualres.hub.open_model import open_model
 from dualres.model.generation import generate
 from dualres.train import run_folder
-from dualres.train.load import load_run
 
 
 def test_byte_tokenizer_of_the_run(whole: Path):
-    assert load_run(whole).tokenizer.fingerprint == byte_tokenizer().fingerprint
+    assert open_model(whole).tokenizer.fingerprint == byte_tokenizer().fingerprint
 
 
 def test_generate_from_a_run(whole: Path, capsys: pytest.CaptureFixture[str]):
-    loaded = load_run(whole)
+    loaded = open_model(whole)
     prompt = loaded.tokenizer.encode("def ")
     [tokens] = generate(loaded.decoder, [prompt], 12)
     assert main(["generate", str(whole), "def ", "--tokens", "12", "--temperature", "0"]) == 0
@@ -31,7 +31,7 @@ def test_generate_from_a_run(whole: Path, capsys: pytest.CaptureFixture[str]):
 
 
 def test_generate_from_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    assert main(["generate", str(tmp_path), "x"]) == 1
+    assert main(["generate", str(tmp_path), "x"]) == 2
     assert f"{tmp_path} has no config.json" in capsys.readouterr().err
 
 

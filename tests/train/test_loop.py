@@ -17,11 +17,11 @@ from safetensors import safe_open
 from dualres.data.loader import Loader
 from dualres.data.shards import INDEX, TOKENIZER, read_index
 from dualres.data.tokenizer import train_bpe
+from dualres.hub.open_model import find_checkpoint, open_model
 from dualres.model.decoder import Decoder, build_decoder
 from dualres.model.loss import Objective
 from dualres.train import run_folder
 from dualres.train.checkpoint import STATE, Checkpoints, damage
-from dualres.train.load import load_run
 from dualres.train.loop import check_batch
 from dualres.train.metrics import SPEED, read_rows
 from dualres.train.recipe import learning_rate
@@ -68,12 +68,12 @@ def test_the_last_checkpoints_and_the_best_are_kept(data: Path, tmp_path: Path):
     best = min(validated, key=lambda step: validated[step])
     assert best < 36  # else nothing is shown
     assert [path.name for path in checkpoints(tmp_path / "run")] == [f"step-{s:09d}" for s in (best, 36, 40)]
-    assert load_run(tmp_path / "run", "best").checkpoint.name == f"step-{best:09d}"
+    assert find_checkpoint(tmp_path / "run", "best").name == f"step-{best:09d}"
 
 
 def test_losses_are_of_the_data_they_name(data: Path, whole: Path):
     """The last checkpoint, evaluated anew with plain cross-entropy on the held-out tokens, one sequence at a time."""
-    loaded = load_run(whole)
+    loaded = open_model(whole)
     held_out = Loader(data, read_index(data), "validation", 32, None)
     total = 0.0
     with torch.no_grad():
@@ -244,7 +244,7 @@ def test_a_damaged_checkpoint_is_set_aside(data: Path, whole: Path, tmp_path: Pa
     assert (before.name, last.name) == ("step-000000012", "step-000000014")
     harm(last)
     with pytest.raises(TrainError, match=f"{last.name} is damaged"):
-        load_run(folder)
+        open_model(folder)
     told = Told()
     assert train_tiny(tiny_config(), data, folder, told).finished
     assert f"checkpoint {last} is damaged" in told.said[0]

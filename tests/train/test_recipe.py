@@ -12,8 +12,8 @@ from dualres.config.loading import load_config
 from dualres.config.schema import ResidualConfig
 from dualres.data.loader import Loader
 from dualres.data.shards import read_index
+from dualres.hub.open_model import open_model
 from dualres.model.decoder import build_decoder
-from dualres.train.load import load_run
 from dualres.train.recipe import adamw, learning_rate, optimizer_groups, steps_of
 from tests.small import FEEDFORWARDS, RESIDUALS, model_config, relative_error
 from tests.train.tiny import rows, tiny_config, train_tiny
@@ -104,7 +104,7 @@ def test_a_run_is_the_recipe(data: Path, tmp_path: Path):
         found.append((loss.item(), norm.item()))
     ran = [(row["loss"], row["grad_norm"]) for row in rows(tmp_path / "run") if "loss" in row]
     assert ran == [pytest.approx(values, rel=1e-5) for values in found]
-    trained = load_run(tmp_path / "run").decoder
+    trained = open_model(tmp_path / "run").decoder
     for (name, ours), theirs in zip(trained.named_parameters(), decoder.parameters(), strict=True):
         assert relative_error(ours, theirs) < 1e-4, name
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from dualres.hub.open_model import find_checkpoint
 from dualres.train import run_folder
 from dualres.train.checkpoint import STATE, Checkpoints, step_name
-from dualres.train.load import load_run
 from dualres.util.errors import TrainError
 from tests.train.tiny import STEPS, Told, checkpoints, metrics, terminate, tiny_config, train_tiny
 
@@ -26,7 +26,7 @@ def test_the_best_so_far(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     summary = json.loads((tmp_path / run_folder.SUMMARY).read_text())
     assert (summary["best_step"], summary["best_validation_loss"], summary["validation_loss"]) == (8, 3.0, 4.0)
     assert [path.name for path in checkpoints(tmp_path)] == [step_name(step) for step in (8, 36, 40)]
-    assert load_run(tmp_path, "best").checkpoint.name == step_name(8)
+    assert find_checkpoint(tmp_path, "best").name == step_name(8)
 
 
 def test_the_last_validation_loss(data: Path, tmp_path: Path):

@@ -1,4 +1,4 @@
-"""What is evaluated: the right weights, tokens and checkpoint, or a refusal by name; and no code of strangers."""
+"""Opened models: the right weights, tokens and checkpoint, or a refusal by name; and no code of strangers."""
 
 import json
 from collections.abc import Callable
@@ -10,9 +10,9 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from dualres.evaluate.subject import load_subject
-from dualres.hub.errors import ModelError
+from dualres.hub.open_model import open_model
 from dualres.train.loop import train
+from dualres.util.errors import ModelError
 from tests.evaluate.tiny import CONTEXT, save_tiny
 from tests.train.tiny import ALONE, Told, tiny_config, tiny_data
 
@@ -33,17 +33,17 @@ def change_weights(folder: Path, change: Callable[[dict[str, Any]], Any]) -> Non
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
-def test_a_subject_is_the_model_as_it_was_saved(folder: Path):
-    subject = load_subject(str(folder))
-    assert (subject.name, subject.context, subject.prefix) == ("tiny", CONTEXT, 256)
-    assert not subject.model.training
-    assert subject.identity == load_subject(str(folder)).identity
+def test_an_opened_model_is_as_it_was_saved(folder: Path):
+    model = open_model(folder, architectures="any")
+    assert (model.name, model.context, model.prefix) == ("tiny", CONTEXT, 256)
+    assert not model.network.training
+    assert model.identity == open_model(folder, architectures="any").identity
 
 
 def test_the_beginning_of_a_text_goes_before_the_end_of_the_last(folder: Path):
     path = folder / "tokenizer_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "bos_token": "!"}))
-    assert load_subject(str(folder)).prefix == ord("!")
+    assert open_model(folder, architectures="any").prefix == ord("!")
 
 
 IDENTITIES = {
@@ -56,9 +56,9 @@ IDENTITIES = {
 
 @pytest.mark.parametrize("name", IDENTITIES)
 def test_whatever_decides_a_number_is_in_the_identity(name: str, folder: Path):
-    before = load_subject(str(folder)).identity
+    before = open_model(folder, architectures="any").identity
     IDENTITIES[name](folder)
-    assert load_subject(str(folder)).identity != before
+    assert open_model(folder, architectures="any").identity != before
 
 
 REFUSED = {
@@ -79,7 +79,7 @@ def test_what_does_not_match_is_refused_by_name(name: str, folder: Path):
     damage, message = REFUSED[name]
     damage(folder)
     with pytest.raises(ModelError, match=message):
-        load_subject(str(folder))
+        _ = open_model(folder, architectures="any").prefix
 
 
 def test_code_of_strangers_is_not_run(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -91,15 +91,15 @@ def test_code_of_strangers_is_not_run(folder: Path, tmp_path: Path, monkeypatch:
     for kind in ("llama", "unheard-of"):
         change_config(folder, model_type=kind, auto_map=named)
         if kind == "llama":
-            assert load_subject(str(folder)).context == CONTEXT
+            assert open_model(folder, architectures="any").context == CONTEXT
         else:
             with pytest.raises(ModelError):
-                load_subject(str(folder))
+                open_model(folder, architectures="any")
     assert not (tmp_path / "ran").exists()
 
 
 def test_rounding_weights_leaves_positions_alone(folder: Path):
-    model = load_subject(str(folder), dtype="bfloat16").model
+    model = open_model(folder, architectures="any", dtype="bfloat16").network
     assert model.dtype == torch.bfloat16
     assert model.model.rotary_emb.inv_freq.dtype == torch.float32
 
@@ -109,17 +109,17 @@ def test_a_model_that_looks_ahead_is_refused(folder: Path):
     config = transformers.BertConfig(**size, num_attention_heads=2, max_position_embeddings=CONTEXT)
     transformers.BertLMHeadModel(config).save_pretrained(folder)
     with pytest.raises(ModelError, match="looks ahead"):
-        load_subject(str(folder))
+        open_model(folder, architectures="any")
 
 
-def test_best_and_last_are_different_subjects(tmp_path: Path):
+def test_best_and_last_are_different_models(tmp_path: Path):
     """A run whose last checkpoint is not its best."""
     steps: dict[str, Any] = {"train__validate_every": 4, "train__checkpoint_every": 4, "train__warmup_steps": 12}
     config = tiny_config("standard", train__tokens=12 * 4 * 32, train__learning_rate=3.0, **steps)
     train(config, tiny_data(tmp_path), tmp_path / "run", ALONE, Told())
     state = json.loads(sorted((tmp_path / "run" / "checkpoints").glob("*/state.json"))[-1].read_text())
     assert state["best_step"] < state["step"]
-    last, best = (load_subject(str(tmp_path / "run"), checkpoint=which) for which in ("last", "best"))
+    last, best = (open_model(tmp_path / "run", architectures="any", checkpoint=which) for which in ("last", "best"))
     assert last.identity != best.identity
-    pairs = zip(last.model.parameters(), best.model.parameters(), strict=True)
+    pairs = zip(last.network.parameters(), best.network.parameters(), strict=True)
     assert any(not torch.equal(p, q) for p, q in pairs)
