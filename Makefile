@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: install test test-slow test-all lint format demo clean
+.PHONY: install test test-slow test-all lint format demo docs clean
 
 install: $(VENV)/installed
 
@@ -42,5 +42,17 @@ demo: install ## three methods on Python's own text: table, loss curves, a sampl
 	$(DEMO)
 	$(BIN)/dualres generate suites/demo/nano-dar-block-seed42 "def main(" --tokens 60 --temperature 0.5
 
+SCHEMA := $(BIN)/check-jsonschema --quiet --builtin-schema vendor.
+
+docs: $(VENV)/docs-installed ## the documentation as a site, in site/; a broken link or reference fails
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	$(SCHEMA)citation-file-format CITATION.cff
+	$(SCHEMA)github-workflows .github/workflows/*.yml
+	$(SCHEMA)github-issue-forms .github/ISSUE_TEMPLATE/bug.yml .github/ISSUE_TEMPLATE/feature.yml
+
+$(VENV)/docs-installed: $(VENV)/installed
+	$(BIN)/pip install -q -c constraints.txt -e '.[docs]'
+	touch $@
+
 clean:
-	rm -rf $(VENV) suites/demo .pytest_cache .mypy_cache .ruff_cache build dist
+	rm -rf $(VENV) suites/demo .pytest_cache .mypy_cache .ruff_cache build dist site

@@ -10,7 +10,7 @@ import time
 
 import torch
 
-from dualres.analyze.analysis import Protocol, analyse
+from dualres.analyze.analysis import Protocol, analyze
 from dualres.config.loading import load_config
 from dualres.model.decoder import build_decoder
 from dualres.util.progress import duration
@@ -39,7 +39,7 @@ def main() -> None:
     def show(text: str) -> None:
         begun.append((text.partition("  ")[0], time.monotonic()))
 
-    analyse(decoder, tokens, protocol, {}, show)
+    analyze(decoder, tokens, protocol, {}, show)
     show("end")
     seconds: dict[str, float] = {}
     for (part, start), (_, end) in itertools.pairwise(begun):

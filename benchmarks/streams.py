@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dualres.analyze.analysis_files import FOLDER, Analysis, read_analysis
+from dualres.analyze.analysis import FOLDER, Analysis, read_analysis
 from dualres.report.statistics import estimate
 from dualres.util.tables import table
 
@@ -45,7 +45,7 @@ COLUMNS: dict[str, tuple[str, Callable[[Analysis], float]]] = {  # what it needs
 def main() -> None:
     """Print a line per method and column: mean ± half of its 95% interval, then each seed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("suite", type=Path, help="a suite's folder, whose runs were analysed")
+    parser.add_argument("suite", type=Path, help="a suite's folder, whose runs were analyzed")
     suite = parser.parse_args().suite
     methods: dict[str, list[Analysis]] = {}
     for run in sorted(path for path in suite.iterdir() if path.is_dir()):

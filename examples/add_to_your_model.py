@@ -1,15 +1,15 @@
-"""Put Dual Attention Residuals into a Transformer of your own: the same model before and after, ten changed lines.
+"""Dual Attention Residuals in a Transformer of your own: the same model before and after, five changed lines.
 
     python examples/add_to_your_model.py
 
-Your branches stay as they are: a branch maps (batch, tokens, width) to the same shape and brings its own input norm.
-Only the adding up, `x = x + branch(x)`, moves into a residual stack.
+A branch maps (batch, tokens, width) to the same shape and starts with its own norm; your branches stay as they are.
+Only the addition, `x = x + branch(x)`, moves into a residual stack.
 """
 
 import torch
 from torch import Tensor, nn
 
-from dualres import ResidualConfig, residual_stack
+from dualres import residual_stack
 
 
 class SelfAttention(nn.Module):
@@ -62,7 +62,7 @@ class Before(nn.Module):
 
 
 class After(nn.Module):
-    """The same with Dual Attention Residuals; every changed line is marked."""
+    """The same model with Dual Attention Residuals; changed lines are marked."""
 
     def __init__(self, vocabulary: int, width: int, heads: int, layers: int):
         super().__init__()
@@ -70,8 +70,7 @@ class After(nn.Module):
         branches: list[nn.Module] = []  # changed
         for _ in range(layers):  # changed
             branches += [SelfAttention(width, heads), MLP(width)]  # changed
-        residual = ResidualConfig("dar-block", branches_per_block=4)  # changed
-        self.stack = residual_stack(branches, width, residual)  # changed
+        self.stack = residual_stack(branches, width, "dar-block")  # changed
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary)
 
@@ -83,7 +82,7 @@ class After(nn.Module):
 
 
 def learn_to_copy(model: nn.Module, steps: int = 200) -> float:
-    """Train on repeating the first half of a random sequence; the loss on the second half."""
+    """Train to repeat the first half of a random sequence; return the loss on the second half."""
     generator = torch.Generator().manual_seed(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     loss = torch.zeros(())
@@ -99,7 +98,7 @@ def learn_to_copy(model: nn.Module, steps: int = 200) -> float:
 
 
 def main() -> None:
-    """Build both, count their parameters, train both for a few seconds."""
+    """Build both models, count their parameters and train each for a few seconds."""
     for kind in (Before, After):
         torch.manual_seed(0)
         model = kind(vocabulary=32, width=64, heads=4, layers=4)

@@ -1,10 +1,10 @@
-"""A forward and backward pass of every residual method on the same text: loss, parameters, time, memory.
+"""One forward and backward pass of every residual method on the same text: loss, parameters, time, memory.
 
     python examples/every_method.py
     python examples/every_method.py --scale nano-moe --batch 4
 
-Time is of one forward and backward pass, the median of several rounds in which the methods take turns. Memory is what
-the forward pass keeps for the backward, parameters left out. Both are of the plain reference operators.
+Time is the median over rounds in which the methods take turns. Memory is what the forward pass saves for the backward
+pass, without parameters. Both use the fused CPU kernels; set DUALRES_OPS=reference for the plain equations.
 """
 
 import argparse
@@ -24,13 +24,13 @@ from dualres.util.tables import table
 
 
 def main() -> None:
-    """Build every method, let them take turns, print the table."""
+    """Time every method in turn and print the table."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show × gets a question mark
+        sys.stdout.reconfigure(errors="replace")  # a terminal without × shows a question mark
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scale", default="nano", help="default nano")
     parser.add_argument("--batch", type=int, default=4, help="sequences, default 4")
-    parser.add_argument("--rounds", type=int, default=5, help="how often each method is timed, default 5")
+    parser.add_argument("--rounds", type=int, default=5, help="timed rounds, default 5")
     arguments = parser.parse_args()
     if arguments.batch < 1 or arguments.rounds < 1:
         parser.error("--batch and --rounds must be 1 or more")
@@ -48,7 +48,7 @@ def main() -> None:
         progress(f"round {turn} of {arguments.rounds}")
         for name, decoder in decoders.items():
             losses[name], kept[name], elapsed = step(decoder, tokens)
-            if turn:  # the first warms up
+            if turn:  # the first round warms up
                 seconds[name].append(elapsed)
     progress("")
 
@@ -65,7 +65,7 @@ def main() -> None:
         ]
         for name in residuals
     ]
-    header = ["residual", "loss", "parameters", "ms", "× standard", "MiB kept", "× standard"]
+    header = ["residual", "loss", "parameters", "ms", "× standard", "MiB saved", "× standard"]
     threads = torch.get_num_threads()
     print(f"{arguments.scale}, {arguments.batch} × {model.context} tokens, float32, CPU, {threads} threads")
     print(table(header, rows))
@@ -73,15 +73,15 @@ def main() -> None:
 
 
 def text_tokens(batch: int, length: int, vocabulary: int) -> Tensor:
-    """Words of the Python documentation, each a number by its hash. -> (B,T+1)"""
+    """Words of the Python documentation, hashed to token IDs. -> (B,T+1)"""
     words = "\n".join(pydoc_data.topics.topics.values()).split()
     ids = [sum(b * 31**i for i, b in enumerate(word.encode())) % vocabulary for word in words]
-    positions = torch.arange(batch * (length + 1)) % len(ids)  # around again past the end
+    positions = torch.arange(batch * (length + 1)) % len(ids)  # wraps around
     return torch.tensor(ids)[positions].view(batch, length + 1)
 
 
 def step(decoder: Decoder, tokens: Tensor) -> tuple[float, int, float]:
-    """One forward and backward pass: loss, bytes kept for the backward, seconds."""
+    """One forward and backward pass: loss, bytes saved for the backward pass, seconds."""
     parameters = {p.untyped_storage().data_ptr() for p in decoder.parameters()}
     kept: dict[int, int] = {}
 
@@ -101,7 +101,7 @@ def step(decoder: Decoder, tokens: Tensor) -> tuple[float, int, float]:
 
 
 def progress(text: str) -> None:
-    """A line that overwrites itself, where a person is watching."""
+    """Overwrite one line on a terminal."""
     if sys.stderr.isatty():
         print(f"\r{text:20}\r" if not text else f"\r{text:20}", end="", file=sys.stderr, flush=True)
 

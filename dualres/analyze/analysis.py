@@ -1,13 +1,20 @@
-"""Everything the paper shows of a model's streams, on given sequences."""
+"""Runs the paper's stream analyses on given sequences, and stores what they found.
+
+A folder holds analysis.json, for people and the report, and analysis.npz, for computations.
+"""
 # B batch  T tokens  L layers  J streams
 
+import io
+import json
+import math
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from dualres.analyze.analysis_files import Analysis
 from dualres.analyze.cka import StreamStates, cross_stream_cka
 from dualres.analyze.experts import RouterWatcher, watching_routers
 from dualres.analyze.gates import WriteGates, association, rescue_gaps, write_gaps
@@ -15,23 +22,61 @@ from dualres.analyze.norms import Norms
 from dualres.analyze.rescue import kl_rescue
 from dualres.analyze.retrieval import DepthWeights
 from dualres.analyze.taps import stream_count, watching
+from dualres.config.schema import ConfigError
 from dualres.model.decoder import Decoder
+from dualres.util.atomic_files import write_bytes, write_json
 from dualres.util.progress import Show, silent
+
+FOLDER, JSON, NPZ = "analysis", "analysis.json", "analysis.npz"
+ARRAYS = {  # J streams  L layers  N blocks  O output streams  E experts
+    "cka": "linear CKA of stream i after layer m with stream j after layer n, [i,j,m,n] (J,J,L,L)",
+    "kl_keep": "KL(p_clean ‖ p_keep-j) after layer n, nats (L,J)",
+    "kl_none": "KL(p_clean ‖ p_zero-all) after layer n, nats (L,)",
+    "rescue": "R, rescue gain by layer and kept stream (L,J)",
+    "write_gates": "mean write gate of every branch, attention and MLP alternating (2L,J)",
+    "write_gaps": "g, by layer (L,)",
+    "rescue_gaps": "d, by layer (L,)",
+    "retrieval": "mean depth weight of H_0 … H_N in every branch's read, attention and MLP alternating (2L,O,N+1)",
+    "retrieval_output": "mean depth weight of H_0 … H_N in the output's read (O,N+1)",
+    "divergence": "Jensen–Shannon divergence between the two streams' depth weights, nats (2L,)",
+    "divergence_output": "the same for the output's read ()",
+    "stream_rms": "mean RMS of the streams after every layer (L,J)",
+    "history_rms": "mean RMS of H_0 … H_N (N+1,J)",
+    "expert_load": "fraction of the assignments that each expert receives (L,E)",
+    "auxiliary": "auxiliary loss of the routers, 1 for uniform routing (L,)",
+    "router_curve": "auxiliary loss during training: step, mean over layers (steps,2)",
+}
+
+Array = NDArray[np.float64]
 
 
 class Protocol(NamedTuple):
-    """How a model is looked at; the defaults are the paper's, with its sequences of 4096 tokens."""
+    """How many tokens each part uses; the defaults are the paper's, whose sequences have 4096 tokens."""
 
-    sequences: int = 4  # of CKA, rescue and gates
-    last: int = 128  # tokens of each that count there
-    retrieval_sequences: int = 8  # of retrieval, norms and experts, all of whose tokens count
+    sequences: int = 4  # for CKA, rescue and gates
+    last: int = 128  # tokens of each sequence used there
+    retrieval_sequences: int = 8  # for retrieval, norms and experts, with all their tokens
+
+
+class Analysis(NamedTuple):
+    """What was found in one model. Arrays that do not apply are absent, such as CKA of a single stream."""
+
+    about: dict[str, Any]  # the model and the protocol
+    summary: dict[str, float]
+    arrays: dict[str, Array]  # documented in ARRAYS
+
+    def protocol(self) -> str:
+        """The protocol in words."""
+        keys = ("sequences", "tokens_per_sequence", "data", "last_tokens", "retrieval_sequences")
+        sequences, tokens, data, last, many = (self.about.get(key, "unknown") for key in keys)
+        return f"{sequences} sequences of {tokens} tokens of {data}, the last {last}; {many} sequences for retrieval"
 
 
 @torch.no_grad()
-def analyse(
+def analyze(
     decoder: Decoder, sequences: Tensor, protocol: Protocol, about: dict[str, Any], show: Show = silent
 ) -> Analysis:
-    """What `sequences` (B,T) show, the first ones for each part. The decoder is as before when it returns."""
+    """Analyze the decoder on the first of `sequences` (B,T), as many as each part needs."""
     device = next(decoder.parameters()).device
     last, streams = min(protocol.last, sequences.shape[1]), stream_count(decoder.stack)
     states, gates, depth, norms, router = StreamStates(last), WriteGates(last), DepthWeights(), Norms(), RouterWatcher()
@@ -45,7 +90,7 @@ def analyse(
             hidden = decoder.hidden(row[None])
         if not hidden.isfinite().all():
             raise FloatingPointError(f"the model's states are not finite in sequence {number + 1}")
-    found: dict[str, Any] = {}
+    found: dict[str, Tensor] = {}
     found["stream_rms"], found["history_rms"] = norms.means()
     if (maps := depth.maps()) is not None:
         found["retrieval"], found["retrieval_output"] = maps
@@ -60,7 +105,7 @@ def analyse(
         rescue = kl_rescue(decoder, rows[:few], last, show)
         found["kl_keep"], found["kl_none"] = rescue
         found["rescue"] = rescue.gain()
-    summary = summarise(found)
+    summary = _summarize(found)
     described = {
         **about,
         "layers": decoder.config.layers,
@@ -75,8 +120,8 @@ def analyse(
     return Analysis(described, summary, {name: np.asarray(values.cpu(), np.float64) for name, values in found.items()})
 
 
-def summarise(found: dict[str, Tensor]) -> dict[str, float]:
-    """The single numbers; the gaps between two streams join `found`."""
+def _summarize(found: dict[str, Tensor]) -> dict[str, float]:
+    """The scalars; adds the gaps between two streams to `found`."""
     summary = {}
     if "divergence" in found:
         summary["mean_divergence"] = float(found["divergence"].mean())
@@ -96,3 +141,39 @@ def summarise(found: dict[str, Tensor]) -> dict[str, float]:
         slope, intercept, correlation = association(found["write_gaps"], found["rescue_gaps"])
         summary |= {"gap_slope": slope, "gap_intercept": intercept, "gap_correlation": correlation}
     return summary
+
+
+def write_analysis(folder: Path, analysis: Analysis) -> None:
+    """Write both files, each atomically."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / JSON).unlink(missing_ok=True)  # an old one must not accompany new arrays
+    packed = io.BytesIO()
+    np.savez_compressed(packed, **analysis.arrays)  # type: ignore[arg-type]
+    write_bytes(folder / NPZ, packed.getvalue())
+    arrays = {name: _nan_to_null(values.tolist()) for name, values in analysis.arrays.items()}
+    legend = {name: ARRAYS[name] for name in arrays}
+    found = {"about": analysis.about, "summary": _nan_to_null(analysis.summary), "legend": legend, "arrays": arrays}
+    write_json(folder / JSON, found)
+
+
+def read_analysis(folder: Path) -> Analysis | None:
+    """What `write_analysis` wrote, None if there is none."""
+    path = folder / JSON
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        arrays = {name: np.array(values, np.float64) for name, values in found["arrays"].items()}  # null becomes NaN
+        summary = {name: math.nan if value is None else value for name, value in found["summary"].items()}
+        return Analysis(dict(found["about"]), summary, arrays)
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{path} cannot be read ({error}): run `dualres analyze` again") from None
+
+
+def _nan_to_null(values: Any) -> Any:
+    """JSON has no NaN."""
+    if isinstance(values, dict):
+        return {key: _nan_to_null(value) for key, value in values.items()}
+    if isinstance(values, list):
+        return [_nan_to_null(value) for value in values]
+    return None if isinstance(values, float) and not math.isfinite(values) else values

@@ -1,6 +1,6 @@
-"""Linear CKA between streams and depths: which states represent tokens alike.
+"""Linear CKA: how similarly two streams represent the same tokens, at the same depth or at different ones.
 
-CKA(X, Y) = ‖Yᵀ X‖² / (‖Xᵀ X‖ ‖Yᵀ Y‖), Frobenius norms, of states X and Y whose columns were centred (Kornblith et al.).
+CKA(X, Y) = ‖Yᵀ X‖² / (‖Xᵀ X‖ ‖Yᵀ Y‖) with Frobenius norms, X and Y centered by column (Kornblith et al., 2019).
 """
 # N tokens  D width  J streams  L layers
 
@@ -15,14 +15,13 @@ from dualres.util.progress import Show, silent
 
 
 class StreamStates(Watcher):
-    """The live streams after every second branch, the MLP of each layer: the last `last` tokens of each sequence."""
+    """The live streams after the MLP of every layer, at the last `last` tokens of each sequence."""
 
     def __init__(self, last: int):
         self.last = last
-        self.seen: dict[int, list[Tensor]] = {}  # by layer, of every forward pass (J,B·last,D)
+        self.seen: dict[int, list[Tensor]] = {}  # by layer, one per forward pass (J,B·last,D)
 
     def written(self, site: Site, pathway: Pathway, state: Any) -> None:
-        """Keep those of an MLP."""
         if site.ends_layer:
             streams = pathway.streams(state)
             assert streams is not None
@@ -30,17 +29,17 @@ class StreamStates(Watcher):
             self.seen.setdefault(site.layer, []).append(kept.clone())
 
     def states(self) -> list[Tensor]:
-        """L × (J,N,D), the tokens of all forward passes together."""
+        """L × (J,N,D), the tokens of all forward passes concatenated."""
         return [torch.cat(parts, 1) for _, parts in sorted(self.seen.items())]
 
 
 def cross_stream_cka(states: list[Tensor], show: Show = silent) -> Tensor:
-    """Of every two streams at every two depths. L × (J,N,D) -> (J,J,L,L); [i, j, m, n]: stream i of m with j of n
+    """CKA of every two streams at every two layers. L × (J,N,D) -> (J,J,L,L); [i,j,m,n]: stream i at m, j at n
 
-    Not a number where a stream is the same at every token, and so has no shape to compare.
+    NaN where a stream is constant over tokens.
     """
     streams, layers = len(states[0]), len(states)
-    kernels = []  # of each stream and layer, in turn
+    kernels = []  # stream by stream, layer by layer
     for j in range(streams):
         for layer, state in enumerate(states):
             show(f"CKA  stream {j}, layer {layer + 1}/{layers}")
@@ -54,18 +53,18 @@ def cross_stream_cka(states: list[Tensor], show: Show = silent) -> Tensor:
 
 
 def same_layer_cka(states: list[Tensor]) -> Tensor:
-    """Of streams 0 and 1 after each layer. L × (J,N,D) -> (L,)"""
+    """CKA of streams 0 and 1 after each layer. L × (J,N,D) -> (L,)"""
     pairs = [(_Kernel(state[0]), _Kernel(state[1])) for state in states]
     return torch.stack([one.similarity(other) / (one.norm * other.norm) for one, other in pairs])
 
 
 class _Kernel:
-    """Centred states, and their products with themselves where that is the smaller matrix: ‖YᵀX‖² = ⟨XXᵀ, YYᵀ⟩."""
+    """Centered states X, stored as X Xᵀ if that is the smaller matrix: ‖Yᵀ X‖² = ⟨X Xᵀ, Y Yᵀ⟩."""
 
     def __init__(self, x: Tensor):
-        centred = x.double() - x.double().mean(0)  # (N,D)
+        centered = x.double() - x.double().mean(0)  # (N,D)
         self.by_token = len(x) <= x.shape[1]
-        self.matrix = centred @ centred.T if self.by_token else centred
+        self.matrix = centered @ centered.T if self.by_token else centered
         self.norm = self.similarity(self).sqrt()
 
     def similarity(self, other: "_Kernel") -> Tensor:

@@ -1,4 +1,4 @@
-"""Experts: how evenly a router uses them, seen from outside the model."""
+"""Expert load: how evenly each router uses its experts, measured from outside the model."""
 # N tokens  E experts  L layers  k active experts
 
 from collections.abc import Iterator
@@ -9,28 +9,28 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from dualres.analyze.token_means import Means
+from dualres.analyze.taps import Hook, TokenMeans
 from dualres.model.block import NormedBranch, ResidualStack
 from dualres.model.moe import MoE, router_logits
 
 
 class Balance(NamedTuple):
-    """Over all tokens that were watched."""
+    """Over all watched tokens."""
 
-    load: Tensor  # (L,E): the share of the assignments, f_e, which sums to one over the experts
-    auxiliary: Tensor  # (L,): E · Σ_e f_e P_e, 1 where routing is uniform
+    load: Tensor  # (L,E): f_e, the fraction of assignments, summing to one over experts
+    auxiliary: Tensor  # (L,): E · Σ_e f_e P_e, 1 for uniform routing
 
 
 class RouterWatcher:
-    """Adds up what every router chooses."""
+    """Accumulates the choices of every router."""
 
     def __init__(self) -> None:
-        self.share = Means()  # by layer: f_e, of a token's assignments (E,)
-        self.probability = Means()  # by layer: P_e (E,)
+        self.share = TokenMeans()  # by layer: f_e, of a token's assignments (E,)
+        self.probability = TokenMeans()  # by layer: P_e (E,)
 
     @torch.no_grad()
     def routed(self, moe: MoE, given: tuple[Any, ...]) -> None:
-        """What the layer is about to do with its input."""
+        """Route the layer's input as the layer is about to."""
         logits = router_logits(given[0].flatten(0, -2), moe.router.weight)  # (N,E)
         assigned = one_hot(logits.topk(moe.active, -1).indices, moe.experts).sum(1)  # (N,E)
         self.share.add(moe.layer, assigned.T / moe.active)
@@ -46,12 +46,8 @@ class RouterWatcher:
 
 @contextmanager
 def watching_routers(stack: ResidualStack, *watchers: RouterWatcher) -> Iterator[None]:
-    """Tell the watchers what every MoE branch is given."""
-
-    def routed(module: Any, given: tuple[Any, ...]) -> None:
-        for watcher in watchers:
-            watcher.routed(module, given)
-
+    """Report the input of every MoE layer to the watchers."""
+    routed = Hook(*(watcher.routed for watcher in watchers))
     modules = [cast(NormedBranch, branch).module for block in stack for branch in block.branches]
     hooks = [module.register_forward_pre_hook(routed) for module in modules if isinstance(module, MoE)]
     try:

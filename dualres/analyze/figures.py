@@ -1,4 +1,4 @@
-"""Analyses as pictures: a panel per method and kind, all methods on one scale, readable in print and colour-blind."""
+"""Analyses as figures: one panel per model and kind, on shared scales, legible in print and with color blindness."""
 # L layers  J streams  N blocks  O output streams  E experts
 
 import io
@@ -10,13 +10,12 @@ import matplotlib
 from matplotlib.figure import Figure, SubFigure
 
 from dualres.analyze import panels
-from dualres.analyze.analysis_files import Analysis
+from dualres.analyze.analysis import Analysis
 from dualres.analyze.panels import Limits, Size
 from dualres.config.paper import GATE_RESCUE
 from dualres.util.atomic_files import write_bytes
 
-Draw = Callable[[Figure | SubFigure, Analysis, Limits], None]
-ENDINGS = ("svg", "png")
+FORMATS = ("svg", "png")
 STYLE: Any = {
     "font.size": 8,
     "axes.titlesize": 8,
@@ -27,31 +26,31 @@ STYLE: Any = {
     "legend.frameon": False,
     "figure.facecolor": "white",
     "savefig.facecolor": "white",
-    "svg.hashsalt": "dualres",  # the same picture, the same bytes
+    "svg.hashsalt": "dualres",  # equal figures have equal bytes
 }
-MOST_INCHES = 14.0  # of a picture with several methods; then they go on beneath
+MAX_WIDTH = 14.0  # inches of a figure with several models; then panels wrap
 
 
-class Kind(NamedTuple):
-    """One sort of picture."""
+class FigureKind(NamedTuple):
+    """One kind of figure."""
 
-    name: str  # of its files
+    name: str  # file name
     title: str
-    text: str  # what it shows, and what the paper says
-    needs: str  # the array without which there is nothing to draw
+    text: str  # what it shows, and what the paper reports
+    needs: str  # the array it requires
     size: Callable[[Analysis], Size]
-    draw: Draw
+    draw: Callable[[Figure | SubFigure, Analysis, Limits], None]
 
 
 class Panel(NamedTuple):
-    """One method's picture."""
+    """The figure of one model."""
 
     method: str
-    svg: str  # a document of its own, on a white ground
+    svg: str  # a document of its own, on a white background
 
 
 class Section(NamedTuple):
-    """One sort of picture, for every method that has it."""
+    """One kind of figure, for every model that has it."""
 
     name: str
     title: str
@@ -59,60 +58,61 @@ class Section(NamedTuple):
     panels: tuple[Panel, ...]
 
 
-_PAPERS_GATES = "; ".join(f"{row.name} {row.gap} and r = {row.correlation}" for row in GATE_RESCUE)
+_PAPER_GATES = "; ".join(f"{row.name} {row.gap} and r = {row.correlation}" for row in GATE_RESCUE)
 KINDS = (
-    Kind(
+    FigureKind(
         "cka",
         "Cross-stream linear CKA",
-        "How alike two streams represent the analysed tokens, after the MLP of each layer. Rows are layers of the "
-        "first stream, columns of the second; 1 is the same up to rotation and size.",
+        "How similarly two streams represent the analyzed tokens, after the MLP of each layer. Rows are layers of the "
+        "first stream, columns layers of the second; 1 means equal up to rotation and scale.",
         "cka",
         panels.cka_size,
         panels.cka,
     ),
-    Kind(
+    FigureKind(
         "rescue",
         "KL rescue",
-        "R = 1 − KL(clean ‖ only this stream) / KL(clean ‖ no stream), the streams being cut right after the MLP of "
-        "each layer. 1: this stream alone recovers the prediction; 0: it helps no more than nothing. Colours end at −1",
+        "R = 1 − KL(clean ‖ only this stream) / KL(clean ‖ no stream), with streams zeroed right after the MLP of each "
+        "layer. 1: this stream alone recovers the prediction; 0: it is no better than no stream. Colors are clipped at "
+        "−1.",
         "rescue",
         panels.rescue_size,
         panels.rescue,
     ),
-    Kind(
+    FigureKind(
         "gates",
         "Write gates and rescue",
-        "A point per MLP: how much more the branch writes to stream 1 than to stream 0, against how much more stream 1 "
-        "rescues; line by least squares. The paper's 0.5B models (mean absolute write gap, correlation): "
-        f"{_PAPERS_GATES}.",
+        "One point per MLP: how much more the branch writes to stream 1 than to stream 0, against how much more stream "
+        "1 rescues, with the least-squares line. The paper's 0.5B models (mean absolute write gap, correlation): "
+        f"{_PAPER_GATES}.",
         "write_gaps",
         panels.gates_size,
         panels.gates,
     ),
-    Kind(
+    FigureKind(
         "retrieval",
-        "Historical retrieval",
-        "The mean weight of every earlier state in what a branch reads. Rows are target layers, columns the states H_0 "
-        "(the embedding) … H_N, the block's own live state counting as the state it becomes; blank cells are not there "
-        "to read. Below, the read of the output.",
+        "Depth retrieval",
+        "Mean weight of every earlier state in what a branch reads. Rows are target layers, columns the states H_0 "
+        "(the embedding) … H_N, with the block's own live state shown as the state it becomes; blank cells cannot be "
+        "read. The bottom row is the output's read.",
         "retrieval",
         panels.retrieval_size,
         panels.retrieval,
     ),
-    Kind(
+    FigureKind(
         "health",
-        "Sizes and disagreement",
-        "Root mean square of the streams after each layer and of the states H_0 … H_N; and how far the two streams' "
-        "depth weights differ (Jensen–Shannon divergence, at most ln 2 = 0.693 nats).",
+        "RMS and divergence",
+        "RMS of the streams after each layer and of the states H_0 … H_N, and how much the depth weights of the two "
+        "streams differ (Jensen–Shannon divergence, at most ln 2 = 0.693 nats).",
         "stream_rms",
         panels.health_size,
         panels.health,
     ),
-    Kind(
+    FigureKind(
         "experts",
         "Experts",
-        "Auxiliary loss of the routers by layer (1.0 is uniform) and the share of assignments that each expert gets, "
-        "over its uniform share; and the auxiliary loss over training, a moving average.",
+        "Fraction of assignments that each expert receives, relative to uniform; auxiliary loss of the routers by "
+        "layer (1.0 is uniform) and during training, as a moving average.",
         "expert_load",
         panels.experts_size,
         panels.experts,
@@ -121,62 +121,59 @@ KINDS = (
 
 
 def sections(analyses: Mapping[str, Analysis]) -> list[Section]:
-    """A picture for every method and kind, for a page; `analyses` by method."""
+    """The figures of every model for a page; `analyses` by model name."""
     limits = panels.limits(analyses.values())
     found = []
     for kind in KINDS:
-        drawn = [
-            Panel(method, _bytes(_alone(kind, analysis, limits), "svg").decode())
-            for method, analysis in analyses.items()
-            if kind.needs in analysis.arrays
-        ]
+        having = {name: analysis for name, analysis in analyses.items() if kind.needs in analysis.arrays}
+        drawn = tuple(Panel(name, _render(_alone(kind, a, limits), "svg").decode()) for name, a in having.items())
         if drawn:
-            found.append(Section(kind.name, kind.title, kind.text, tuple(drawn)))
+            found.append(Section(kind.name, kind.title, kind.text, drawn))
     return found
 
 
-def draw_one(analysis: Analysis, folder: Path) -> list[Path]:
-    """A model's pictures, as files in `folder`."""
+def draw_one(analysis: Analysis, folder: Path) -> None:
+    """Write the figures of one model to `folder`."""
     limits = panels.limits([analysis])
-    drawn = [kind for kind in KINDS if kind.needs in analysis.arrays]
-    return [path for kind in drawn for path in _write(_alone(kind, analysis, limits), folder / kind.name)]
+    for kind in _kinds(analysis):
+        _write(_alone(kind, analysis, limits), folder / kind.name)
 
 
 def is_drawn(analysis: Analysis, folder: Path) -> bool:
-    """Whether `folder` has all the pictures of a model."""
-    drawn = [kind for kind in KINDS if kind.needs in analysis.arrays]
-    return all((folder / f"{kind.name}.{ending}").is_file() for kind in drawn for ending in ENDINGS)
+    return all((folder / f"{kind.name}.{format}").is_file() for kind in _kinds(analysis) for format in FORMATS)
 
 
-def draw_together(analyses: Mapping[str, Analysis], folder: Path) -> list[Path]:
-    """All methods in one picture of each kind, as files in `folder`."""
+def draw_together(analyses: Mapping[str, Analysis], folder: Path) -> None:
+    """Write one figure of each kind with all models side by side to `folder`."""
     limits = panels.limits(analyses.values())
-    written = []
     for kind in KINDS:
-        having = {method: analysis for method, analysis in analyses.items() if kind.needs in analysis.arrays}
+        having = {name: analysis for name, analysis in analyses.items() if kind.needs in analysis.arrays}
         if having:
-            written += _write(_together(kind, having, limits), folder / kind.name)
-    return written
+            _write(_together(kind, having, limits), folder / kind.name)
 
 
-def _alone(kind: Kind, analysis: Analysis, limits: Limits) -> Figure:
+def _kinds(analysis: Analysis) -> list[FigureKind]:
+    return [kind for kind in KINDS if kind.needs in analysis.arrays]
+
+
+def _alone(kind: FigureKind, analysis: Analysis, limits: Limits) -> Figure:
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=kind.size(analysis), layout="constrained")
         kind.draw(figure, analysis, limits)
     return figure
 
 
-def _together(kind: Kind, analyses: Mapping[str, Analysis], limits: Limits) -> Figure:
-    """Panels in rows, each as wide as its row's widest need be."""
+def _together(kind: FigureKind, analyses: Mapping[str, Analysis], limits: Limits) -> Figure:
+    """Panels in rows no wider than MAX_WIDTH."""
     rows: list[list[str]] = [[]]
     for method, analysis in analyses.items():
         width = sum(kind.size(analyses[name])[0] for name in rows[-1]) + kind.size(analysis)[0]
-        if rows[-1] and width > MOST_INCHES:
+        if rows[-1] and width > MAX_WIDTH:
             rows.append([])
         rows[-1].append(method)
     sizes = [[kind.size(analyses[name]) for name in row] for row in rows]
     widths = [sum(width for width, _ in row) for row in sizes]
-    heights = [max(height for _, height in row) + 0.3 for row in sizes]  # and the method's name
+    heights = [max(height for _, height in row) + 0.3 for row in sizes]  # 0.3 for the model's name
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(max(widths), sum(heights)), layout="constrained")
         lines: Any = figure.subfigures(len(rows), 1, height_ratios=heights, squeeze=False)
@@ -190,16 +187,14 @@ def _together(kind: Kind, analyses: Mapping[str, Analysis], limits: Limits) -> F
     return figure
 
 
-def _write(figure: Figure, stem: Path) -> list[Path]:
+def _write(figure: Figure, stem: Path) -> None:
     stem.parent.mkdir(parents=True, exist_ok=True)
-    paths = [stem.with_name(f"{stem.name}.{ending}") for ending in ENDINGS]
-    for path, ending in zip(paths, ENDINGS, strict=True):
-        write_bytes(path, _bytes(figure, ending))
-    return paths
+    for format in FORMATS:
+        write_bytes(stem.with_name(f"{stem.name}.{format}"), _render(figure, format))
 
 
-def _bytes(figure: Figure, ending: str) -> bytes:
+def _render(figure: Figure, format: str) -> bytes:
     drawn = io.BytesIO()
     with matplotlib.rc_context(STYLE):
-        figure.savefig(drawn, format=ending, dpi=200, metadata={"Date": None} if ending == "svg" else {})
+        figure.savefig(drawn, format=format, dpi=200, metadata={"Date": None} if format == "svg" else {})
     return drawn.getvalue()

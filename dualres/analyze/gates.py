@@ -1,24 +1,22 @@
-"""Write gates: how much of a branch's output each stream gets, and whether that goes with what the stream is worth."""
+"""Write gates: how much of a branch's output each stream receives, and how that relates to the stream's rescue."""
 # B batch  T tokens  J streams  L layers
 
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from dualres.analyze.taps import Site, Watcher
-from dualres.analyze.token_means import Means
-from dualres.residual.pathway import History, Pathway
+from dualres.analyze.taps import Site, TokenMeans, Watcher
+from dualres.residual.pathway import Pathway
 
 
 class WriteGates(Watcher):
-    """The mean of β (mHC: H_post) of every branch and stream, over the last `last` tokens of each sequence."""
+    """Mean β (mHC: H_post) of every branch and stream, over the last `last` tokens of each sequence."""
 
     def __init__(self, last: int | None = None):
         self.last = last or 0  # 0: all
-        self.gates = Means()  # by branch (J,)
+        self.gates = TokenMeans()  # by branch (J,)
 
-    def read(self, site: Site, pathway: Pathway, history: History, before: Any, after: Any) -> None:
-        """The gates are known from the read on."""
+    def read(self, site: Site, pathway: Pathway, before: Any, after: Any) -> None:
         weights = pathway.write_weights(after)
         if weights is not None:
             self.gates.add(site.branch, weights[..., -self.last :].flatten(1))
@@ -29,7 +27,7 @@ class WriteGates(Watcher):
 
 
 class Association(NamedTuple):
-    """d ≈ slope · g + intercept by least squares, and Pearson's r; not numbers where g or d does not vary."""
+    """d ≈ slope · g + intercept by least squares, and Pearson's r; NaN if g or d does not vary."""
 
     slope: float
     intercept: float

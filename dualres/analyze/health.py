@@ -1,4 +1,4 @@
-"""The cheap signs of a run's health, from one forward pass: for the metrics of a run in training."""
+"""Cheap health metrics of the streams, from one forward pass: logged during training."""
 
 import math
 from collections.abc import Callable
@@ -17,11 +17,11 @@ LAST = 32  # tokens of each sequence that CKA compares
 
 @torch.no_grad()
 def health(stack: ResidualStack, forward: Callable[[], object]) -> dict[str, float]:
-    """What `forward`, a pass through the stack, shows, by the names of the metrics. Compiled blocks run uncompiled.
+    """Metrics of the forward pass that `forward` runs; compiled blocks run eagerly. Non-finite values are left out.
 
-    analysis/rms_stream_j      root mean square of stream j after the last layer
-    analysis/rms_history_most  of the largest of H_0 … H_N
-    analysis/cka               of streams 0 and 1 after the same layer, mean over layers: 1, they are copies
+    analysis/rms_stream_j      RMS of stream j after the last layer
+    analysis/rms_history_most  largest RMS of H_0 … H_N
+    analysis/cka               of streams 0 and 1 after the same layer, mean over layers: 1 means they are copies
     analysis/write_gap         |E[β¹ − β⁰]| of the MLPs, mean over layers
     analysis/divergence        Jensen–Shannon, between the two streams' depth weights, mean over branches
     """

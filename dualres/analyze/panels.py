@@ -1,4 +1,4 @@
-"""What one method's pictures look like, drawn into a figure of its own or a part of a larger one."""
+"""The panel of one model for each kind of figure, drawn into a whole figure or a part of one."""
 # L layers  J streams  N blocks  O output streams  E experts
 
 import math
@@ -11,29 +11,28 @@ from matplotlib.colors import Colormap, Normalize, PowerNorm, TwoSlopeNorm
 from matplotlib.figure import Figure, SubFigure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
-from dualres.analyze.analysis_files import Analysis, Array
-from dualres.util.curves import COLOURS, STYLES, smooth
+from dualres.analyze.analysis import Analysis, Array
+from dualres.util.curves import COLORS, STYLES, smooth
 
 Size = tuple[float, float]  # inches
-SHARES, SIGNED = "viridis", "PuOr"  # both told apart by the colour-blind; the first also in grey
-NUMBERED = 24  # rows up to which cells have their numbers in them, for print
-CELL = 0.24  # inches of a cell with a number
+SHARES, SIGNED = "viridis", "PuOr"  # color maps safe for color blindness; the first also in grayscale
+NUMBERED = 24  # most rows of a heat map whose cells show their values
+CELL = 0.24  # inches of a cell with a value
 MARKS = ("o", "s", "^", "D", "v", "P", "X", "*")
 
 
 class Limits(NamedTuple):
-    """What all methods of one comparison share, so that they can be compared by eye."""
+    """Axis limits that all panels of a comparison share."""
 
     write_gap: float
     rescue_gap: tuple[float, float]
     rms: float
     divergence: float
-    load: float  # over its uniform share
+    load: float  # relative to uniform
     auxiliary: float
 
 
 def limits(analyses: Iterable[Analysis]) -> Limits:
-    """Axes that hold all of them."""
     given = list(analyses)
 
     def most(name: str, least: float) -> float:
@@ -41,7 +40,8 @@ def limits(analyses: Iterable[Analysis]) -> Limits:
         return max([least, *(float(value) for value in found if math.isfinite(value))])
 
     gaps = np.concatenate([[-0.1, 0.1], *(a.arrays["rescue_gaps"] for a in given if "rescue_gaps" in a.arrays)])
-    loads = [float((a.arrays["expert_load"] * a.arrays["expert_load"].shape[1]).max()) for a in given if _sparse(a)]
+    shares = [a.arrays["expert_load"] for a in given if "expert_load" in a.arrays]
+    loads = [float((share * share.shape[1]).max()) for share in shares]
     low, high = float(np.nanmin(gaps)), float(np.nanmax(gaps))
     room = 0.08 * (high - low)
     rms = max(most("stream_rms", 0.0), most("history_rms", 0.0))
@@ -51,7 +51,6 @@ def limits(analyses: Iterable[Analysis]) -> Limits:
 
 
 def cka_size(analysis: Analysis) -> Size:
-    """A square per pair of streams."""
     pairs = len(_pairs(analysis))
     columns = min(pairs, 3)
     side = 0.9 + CELL * min(len(analysis.arrays["cka"][0, 0]), 10)
@@ -59,7 +58,7 @@ def cka_size(analysis: Analysis) -> Size:
 
 
 def cka(figure: Figure | SubFigure, analysis: Analysis, limits: Limits) -> None:
-    """A heat map per pair of streams, 0 to 1."""
+    """One heat map per pair of streams."""
     found, pairs = analysis.arrays["cka"], _pairs(analysis)
     columns = min(len(pairs), 3)
     axes: Any = figure.subplots(math.ceil(len(pairs) / columns), columns, squeeze=False)
@@ -74,13 +73,12 @@ def cka(figure: Figure | SubFigure, analysis: Analysis, limits: Limits) -> None:
 
 
 def rescue_size(analysis: Analysis) -> Size:
-    """A column per stream."""
     layers, streams = analysis.arrays["rescue"].shape
     return 1.7 + 0.5 * streams, 0.9 + CELL * min(layers, 16)
 
 
 def rescue(figure: Figure | SubFigure, analysis: Analysis, limits: Limits) -> None:
-    """Rows are layers, columns the stream that is kept."""
+    """Rows are layers, columns the kept stream."""
     found = analysis.arrays["rescue"]
     axis = figure.subplots()
     mesh = _heat(axis, found, TwoSlopeNorm(0, -1, 1), SIGNED, digits=2)
@@ -91,12 +89,11 @@ def rescue(figure: Figure | SubFigure, analysis: Analysis, limits: Limits) -> No
 
 
 def gates_size(analysis: Analysis) -> Size:
-    """One plot."""
     return 3.3, 2.7
 
 
 def gates(figure: Figure | SubFigure, analysis: Analysis, limits: Limits) -> None:
-    """Write gap against rescue gap, a point per layer, coloured by depth; the least-squares line."""
+    """Write gap against rescue gap, one point per layer colored by depth, with the least-squares line."""
     write, gaps = analysis.arrays["write_gaps"], analysis.arrays["rescue_gaps"]
     axis = figure.subplots()
     axis.axhline(0, color="0.8", linewidth=0.8)
@@ -120,18 +117,17 @@ def gates(figure: Figure | SubFigure, analysis: Analysis, limits: Limits) -> Non
 
 
 def retrieval_size(analysis: Analysis) -> Size:
-    """Two maps per output stream, one above the other, and the output's."""
     branches, outputs, states = analysis.arrays["retrieval"].shape
     return 1.2 + outputs * (0.7 + CELL * min(max(states, 4), 14)), 1.9 + 2 * CELL * min(branches // 2, 12)
 
 
 def retrieval(figure: Figure | SubFigure, analysis: Analysis, limits: Limits) -> None:
-    """Before attention, before the MLP, and the output's read, for each stream."""
+    """Reads before attention, before the MLP, and of the output, one column per stream."""
     found, output = analysis.arrays["retrieval"], analysis.arrays["retrieval_output"]
     branches, outputs, states = found.shape
     rows = min(branches // 2, 12)
     axes: Any = figure.subplots(3, outputs, squeeze=False, height_ratios=[rows, rows, 1.2], sharex=True)
-    norm = PowerNorm(0.5, 0, 1)  # weights are small where there is much to read
+    norm = PowerNorm(0.5, 0, 1)  # weights are small when there are many states
     for j in range(outputs):
         for axis, name, values in zip(
             axes[:, j], ("attention", "MLP", "output"), (found[0::2, j], found[1::2, j], output[j : j + 1]), strict=True
@@ -142,19 +138,18 @@ def retrieval(figure: Figure | SubFigure, analysis: Analysis, limits: Limits) ->
             else:
                 axis.set_ylabel(f"before {name}, layer" if j == 0 else "")
                 _count(axis.yaxis, len(values))
-        axes[0, j].set_title(f"stream {j}" if outputs > 1 else "the stream")
+        axes[0, j].set_title(f"stream {j}" if outputs > 1 else "single stream")
         _count(axes[2, j].xaxis, states, first=0)
         axes[2, j].set_xlabel("state H")
     figure.colorbar(mesh, ax=axes, label="mean depth weight", shrink=0.8, ticks=[0, 0.05, 0.1, 0.25, 0.5, 1])
 
 
 def health_size(analysis: Analysis) -> Size:
-    """Two plots, or three."""
     return (7.2 if "divergence" in analysis.arrays else 4.9), 2.3
 
 
 def health(figure: Figure | SubFigure, analysis: Analysis, limits: Limits) -> None:
-    """Sizes of streams and states by depth, and the divergence of retrievals."""
+    """RMS of streams and states by depth, and the divergence of depth weights."""
     arrays = analysis.arrays
     axes = figure.subplots(1, 3 if "divergence" in arrays else 2)
     for axis, values, first, label in (
@@ -164,7 +159,7 @@ def health(figure: Figure | SubFigure, analysis: Analysis, limits: Limits) -> No
         for j, column in enumerate(values.T):
             _line(axis, np.arange(first, first + len(column)), column, j, f"stream {j}")
         axis.set(xlabel=label, ylim=(0, 1.35 * limits.rms))
-    axes[0].set_ylabel("root mean square")
+    axes[0].set_ylabel("RMS")
     axes[0].set_title("streams after the MLP")
     axes[1].set_title("states")
     axes[0].legend(loc="upper left", ncols=2)
@@ -183,17 +178,16 @@ def health(figure: Figure | SubFigure, analysis: Analysis, limits: Limits) -> No
 
 
 def experts_size(analysis: Analysis) -> Size:
-    """Two plots, or three."""
     return (8.0 if "router_curve" in analysis.arrays else 5.6), 2.5
 
 
 def experts(figure: Figure | SubFigure, analysis: Analysis, limits: Limits) -> None:
-    """Balance by layer, load by expert, and balance over training."""
+    """Load by expert, balance by layer, and balance during training."""
     arrays = analysis.arrays
     axes = figure.subplots(1, 3 if "router_curve" in arrays else 2)
     load = arrays["expert_load"] * arrays["expert_load"].shape[1]
     mesh = _heat(axes[0], load, TwoSlopeNorm(1, 0, limits.load), SIGNED, digits=None)
-    axes[0].set(xlabel="expert", ylabel="layer", title="load over its uniform share")
+    axes[0].set(xlabel="expert", ylabel="layer", title="load relative to uniform")
     _count(axes[0].yaxis, len(load))
     _count(axes[0].xaxis, load.shape[1])
     figure.colorbar(mesh, ax=axes[0])
@@ -203,41 +197,41 @@ def experts(figure: Figure | SubFigure, analysis: Analysis, limits: Limits) -> N
     if "router_curve" in arrays:
         steps, losses = arrays["router_curve"].T
         width, smoothed = smooth(losses)
-        axes[2].plot(steps[width - 1 :], smoothed, color=COLOURS[0], linewidth=1.2)
+        axes[2].plot(steps[width - 1 :], smoothed, color=COLORS[0], linewidth=1.2)
         axes[2].xaxis.set_major_formatter(EngFormatter())
-        axes[2].set(xlabel="step", title=f"over training, {width}-step average")
+        axes[2].set(xlabel="step", title=f"during training, {width}-step average")
     for axis in axes[1:]:
         axis.axhline(1, color="0.4", linestyle=":", linewidth=1.2)
         axis.grid(alpha=0.3)
 
 
-def _heat(axis: Axes, values: Array, norm: Normalize, colours: str, digits: int | None) -> Any:
-    """Rows from the top; blank where there is no number; numbers in the cells where there are few."""
+def _heat(axis: Axes, values: Array, norm: Normalize, cmap: str, digits: int | None) -> Any:
+    """Rows from the top, NaN blank, values printed in the cells of small maps."""
     shown = np.ma.masked_invalid(values)
-    mesh = axis.pcolormesh(shown, norm=norm, cmap=colours, edgecolors="white", linewidth=0.3)
+    mesh = axis.pcolormesh(shown, norm=norm, cmap=cmap, edgecolors="white", linewidth=0.3)
     axis.invert_yaxis()
     if digits is not None and max(values.shape) <= NUMBERED:
         for (row, column), value in np.ndenumerate(values):
             if math.isfinite(value):
                 text = f"{value:.{digits}f}".replace("0.", ".", 1) if abs(value) < 1 else f"{value:.1f}"
-                colour = _readable(mesh.cmap, norm(value))
-                axis.text(column + 0.5, row + 0.5, text, ha="center", va="center", fontsize=5, color=colour)
+                color = _readable(mesh.cmap, norm(value))
+                axis.text(column + 0.5, row + 0.5, text, ha="center", va="center", fontsize=5, color=color)
     return mesh
 
 
-def _readable(colours: Colormap, at: float) -> str:
-    """Black or white, on a colour."""
-    red, green, blue, _ = colours(float(at))
+def _readable(cmap: Colormap, at: float) -> str:
+    """Black or white, whichever contrasts with the cell."""
+    red, green, blue, _ = cmap(float(at))
     return "black" if 0.3 * red + 0.59 * green + 0.11 * blue > 0.5 else "white"
 
 
 def _line(axis: Axes, x: Array | np.ndarray, y: Array, number: int, label: str) -> None:
-    colour, style = COLOURS[number % len(COLOURS)], STYLES[number % len(STYLES)]
-    axis.plot(x, y, style, color=colour, marker=MARKS[number % len(MARKS)], markersize=3, linewidth=1.2, label=label)
+    color, style = COLORS[number % len(COLORS)], STYLES[number % len(STYLES)]
+    axis.plot(x, y, style, color=color, marker=MARKS[number % len(MARKS)], markersize=3, linewidth=1.2, label=label)
 
 
 def _count(axis: Any, cells: int, first: int = 1) -> None:
-    """Ticks in the middle of cells, not more than fit."""
+    """At most twelve ticks, centered on cells."""
     step = max(1, math.ceil(cells / 12))
     places: Sequence[int] = range(0, cells, step)
     axis.set_ticks([place + 0.5 for place in places], [str(first + place) for place in places])
@@ -246,7 +240,3 @@ def _count(axis: Any, cells: int, first: int = 1) -> None:
 def _pairs(analysis: Analysis) -> list[tuple[int, int]]:
     streams = len(analysis.arrays["cka"])
     return [(i, j) for i in range(streams) for j in range(i + 1, streams)]
-
-
-def _sparse(analysis: Analysis) -> bool:
-    return "expert_load" in analysis.arrays

@@ -1,8 +1,8 @@
-"""KL rescue: what each stream is worth to the prediction, by removing the others right after every layer's MLP.
+"""KL rescue: what each stream alone contributes to the prediction, zeroing the others right after a layer's MLP.
 
-R_{n,j} = 1 − KL(p_clean ‖ p_keep-j) / max(KL(p_clean ‖ p_zero-all), 1e-12), each KL the mean over the analysed tokens.
+R_{n,j} = 1 − KL(p_clean ‖ p_keep-j) / max(KL(p_clean ‖ p_zero-all), 1e-12), each KL the mean over the analyzed tokens.
 """
-# B batch  T tokens  D width  J streams  L layers  V vocabulary  N analysed tokens
+# B batch  T tokens  D width  J streams  L layers  V vocabulary  N analyzed tokens
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -18,11 +18,11 @@ from dualres.residual.pathway import History, embed
 from dualres.util.progress import Show, silent
 
 FLOOR = 1e-12
-ROWS = 32  # tokens whose distributions are in memory together
+ROWS = 32  # tokens whose distributions are in memory at once
 
 
 class Rescue(NamedTuple):
-    """Of every layer."""
+    """KL divergences of the interventions after every layer."""
 
     keep: Tensor  # (L,J): KL(p_clean ‖ p_keep-j) in nats
     none: Tensor  # (L,): KL(p_clean ‖ p_zero-all)
@@ -36,7 +36,7 @@ class Rescue(NamedTuple):
 def kl_rescue(decoder: Decoder, sequences: Tensor, last: int, show: Show = silent) -> Rescue:
     """Over the last `last` tokens of every sequence (B,T); one sequence in memory at a time.
 
-    An intervention starts from the clean history before its block, so each costs the rest of the network alone.
+    An intervention starts from the clean history before its block, so it costs only the rest of the network.
     """
     layers, streams = decoder.config.layers, decoder.stack.streams
     total = torch.zeros(layers, streams + 1, dtype=torch.float64)
@@ -60,7 +60,7 @@ def kl_rescue(decoder: Decoder, sequences: Tensor, last: int, show: Show = silen
 
 
 def keep_only(stream: int) -> Change:
-    """All streams but one become zero; all of them, where there is no stream of that number."""
+    """Zero all streams but one; all of them if there is no such stream."""
 
     def change(streams: Tensor) -> Tensor:
         kept = torch.zeros_like(streams)
@@ -72,13 +72,13 @@ def keep_only(stream: int) -> Change:
 
 
 def _layer_ends(blocks: Sequence[ResidualBlock], b: int) -> list[int]:
-    """Which branches of block b are the second of their layer; a block may begin in the middle of one."""
+    """The branches of block b that end a layer; a block may start in the middle of one."""
     first = sum(len(block.branches) for block in blocks[:b])
     return [i for i in range(len(blocks[b].branches)) if (first + i) % 2 == 1]
 
 
 def _logits(decoder: Decoder, blocks: Sequence[ResidualBlock], history: History, context: Context, last: int) -> Tensor:
-    """Of the last tokens, after the rest of the network. (N,V)"""
+    """Logits of the last tokens, after the rest of the network. (N,V)"""
     for block in blocks:
         history = after(block, history, context=context)
     hidden = decoder.norm(decoder.stack.readout(*history))

@@ -1,4 +1,4 @@
-"""`dualres analyze`: look inside trained models."""
+"""`dualres analyze`: analyze the residual streams of trained models."""
 
 import argparse
 import dataclasses
@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from dualres.analyze import figures
-from dualres.analyze.analysis import Protocol, analyse
-from dualres.analyze.analysis_files import FOLDER, Analysis, read_analysis, write_analysis
+from dualres.analyze.analysis import FOLDER, Analysis, Protocol, analyze, read_analysis, write_analysis
 from dualres.commands import arguments
 from dualres.commands.evaluate import Named, models_of
 from dualres.config.schema import ConfigError
@@ -27,44 +26,47 @@ from dualres.util.tables import table
 from dualres.util.version import VERSION
 
 DEFAULT_OUT = Path("analyses")
-LONGEST = 4096  # the paper's sequences
+MAX_LENGTH = 4096  # the paper's sequences
 
 
 def add(commands: Any) -> None:
-    """Declare it."""
     defaults = Protocol()
     sub = arguments.command(
         commands,
         "analyze",
-        "look inside models: CKA, rescue, gates, retrieval, norms, experts",
-        "Look at the streams of each MODEL, a run's folder or an exported one, on held-out tokens: cross-stream CKA,\n"
-        "KL rescue, write gates against rescue, depth retrieval, sizes of streams and states, expert load. Writes\n"
-        "data (analysis.json, analysis.npz) and figures (SVG, PNG) to MODEL/analysis, and figures of several models\n"
-        "side by side to --out. A model that was looked at in the same way before is not looked at again.",
-        "The paper's protocol is the default: 4 sequences of 4096 tokens (or the model's context), of which the last\n"
-        "128 count, and 8 sequences in whole for retrieval. docs/analysis.md explains every figure.\n\n"
+        "analyze streams: CKA, rescue, gates, retrieval, norms, experts",
+        "Analyze the streams of each MODEL, a run folder or an exported model, on held-out tokens: cross-stream CKA,\n"
+        "KL rescue, write gates against rescue, depth retrieval, RMS of streams and states, expert load. Writes data\n"
+        "(analysis.json, analysis.npz) and figures (SVG, PNG) to MODEL/analysis, and figures of several models side\n"
+        "by side to --out. A model already analyzed with the same settings is not analyzed again.",
+        "Defaults follow the paper: 4 sequences of 4096 tokens (or the model's context length), using the last 128\n"
+        "tokens of each, and 8 full sequences for retrieval. docs/analysis.md explains every figure.\n\n"
         "examples:\n"
         "  dualres analyze runs/nano-dar-block\n"
         "  dualres analyze dar=runs/nano-dar-full self=runs/nano-dar-selfkv --data data/python --out figures\n"
         "  dualres analyze models/converted --data data/fineweb --sequences 2 --length 512",
     )
-    sub.add_argument("models", metavar="MODEL", nargs="+", help="PATH or NAME=PATH, which is how figures call it")
-    sub.add_argument("--data", metavar="D", type=Path, help="prepared data (default: what the run was trained on)")
-    sub.add_argument("--out", metavar="DIR", type=Path, default=DEFAULT_OUT, help=f"folder (default {DEFAULT_OUT})")
+    sub.add_argument("models", metavar="MODEL", nargs="+", help="PATH or NAME=PATH; figures use the name")
+    sub.add_argument("--data", metavar="D", type=Path, help="prepared data (default: the run's training data)")
+    sub.add_argument(
+        "--out", metavar="DIR", type=Path, default=DEFAULT_OUT, help=f"output folder (default {DEFAULT_OUT})"
+    )
     sub.add_argument(
         "--sequences", metavar="N", type=int, default=defaults.sequences, help="for CKA, rescue, gates (default 4)"
     )
-    sub.add_argument("--length", metavar="N", type=int, help=f"tokens of each (default: the context, up to {LONGEST})")
-    sub.add_argument("--last", metavar="N", type=int, default=defaults.last, help="of them that count (default 128)")
+    sub.add_argument(
+        "--length", metavar="N", type=int, help=f"tokens per sequence (default: context length, at most {MAX_LENGTH})"
+    )
+    sub.add_argument("--last", metavar="N", type=int, default=defaults.last, help="tokens used of each (default 128)")
     sub.add_argument(
         "--retrieval-sequences",
         metavar="N",
         type=int,
         default=defaults.retrieval_sequences,
-        help="for retrieval, sizes and experts, all tokens (default 8)",
+        help="for retrieval, RMS and experts, with all tokens (default 8)",
     )
     arguments.checkpoint(sub)
-    sub.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU if there is one")
+    sub.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU if available")
     sub.set_defaults(command=_analyze)
 
 
@@ -76,15 +78,15 @@ def _analyze(given: argparse.Namespace) -> int:
             raise ConfigError(f"--{option.replace('_', '-')} {value} is not positive: use 1 or more")
     if given.out.is_file():
         raise ConfigError(f"--out {given.out} is a file: name a folder")
-    for model in models:  # what is missing is said before the first model takes its time
+    for model in models:  # fail before the first analysis, which may take long
         if not is_run(Path(model.path)) and not is_exported(Path(model.path)):
-            raise ModelError(f"{model.path} is neither a run's folder nor a saved dualres model: give one of them")
+            raise ModelError(f"{model.path} is neither a run folder nor an exported dualres model: pass one of them")
         _data_of(model, given.data)
     progress = Progress()
     analyses = {}
     for model in models:
         analyses[model.name] = _one(model, given, progress)
-        gc.collect()  # before the next model takes its memory
+        gc.collect()  # free the model before loading the next
     print(summary(analyses))
     written = [Path(model.path) / FOLDER for model in models]
     if len(models) > 1:
@@ -96,7 +98,7 @@ def _analyze(given: argparse.Namespace) -> int:
 
 
 def summary(analyses: Mapping[str, Analysis]) -> str:
-    """The single numbers, a line per model."""
+    """The scalars of every model as a table."""
     header = ["model", "streams", "CKA, same layer", "CKA, all", "rescue by stream", "|write gap|", "r", "divergence"]
     lines = []
     for name, analysis in analyses.items():
@@ -110,7 +112,7 @@ def summary(analyses: Mapping[str, Analysis]) -> str:
 
 
 def _one(model: Named, given: argparse.Namespace, progress: Progress) -> Analysis:
-    """Look at one model, unless that was done before."""
+    """Analyze one model, or read its analysis if the settings are the same."""
     folder, data = Path(model.path), _data_of(model, given.data)
     index = shards.read_index(data)
     progress.show(f"{model.name}  loading")
@@ -121,15 +123,17 @@ def _one(model: Named, given: argparse.Namespace, progress: Progress) -> Analysi
     opened.check_tokens(data)
     decoder = opened.decoder
     shards.verify(data, dataclasses.replace(index, train=()), decoder.config.vocab_size)
-    length = given.length or min(decoder.config.context, LONGEST)
+    length = given.length or min(decoder.config.context, MAX_LENGTH)
     if length > decoder.config.context:
-        raise ConfigError(f"--length {length} is more than {model.name} can read: use at most {decoder.config.context}")
+        raise ConfigError(
+            f"--length {length} exceeds the context of {model.name}: use at most {decoder.config.context}"
+        )
     loader = Loader(data, index, "validation", length, None)
     wanted = max(given.sequences, given.retrieval_sequences)
     if loader.windows < wanted:
         raise DataError(
-            f"the held-out part of {data} has {loader.windows} sequences of {length} tokens and {wanted} are asked "
-            f"for: lower --sequences and --retrieval-sequences to {loader.windows}, or --length"
+            f"the held-out split of {data} has {loader.windows} sequences of {length} tokens, {wanted} are requested: "
+            f"lower --sequences and --retrieval-sequences to {loader.windows}, or lower --length"
         )
     protocol = Protocol(given.sequences, given.last, given.retrieval_sequences)
     key = {
@@ -141,7 +145,7 @@ def _one(model: Named, given: argparse.Namespace, progress: Progress) -> Analysi
     }
     before = _before(folder / FOLDER, progress)
     if before is not None and before.about.get("key") == key:
-        progress.say(f"{model.name}: was looked at before, {folder / FOLDER}")
+        progress.say(f"{model.name}: already analyzed, see {folder / FOLDER}")
         if not figures.is_drawn(before, folder / FOLDER):
             figures.draw_one(before, folder / FOLDER)
         return before
@@ -155,9 +159,9 @@ def _one(model: Named, given: argparse.Namespace, progress: Progress) -> Analysi
     }
     try:
         rows = loader.batch(0, wanted)[:, :-1]
-        analysis = analyse(decoder, rows, protocol, about, lambda text: progress.show(f"{model.name}  {text}"))
+        analysis = analyze(decoder, rows, protocol, about, lambda text: progress.show(f"{model.name}  {text}"))
     except FloatingPointError as error:
-        raise ModelError(f"{folder}: {error}: look at its weights") from None
+        raise ModelError(f"{folder}: {error}: check its weights") from None
     curve = _router_curve(folder)
     if curve is not None:
         analysis.arrays["router_curve"] = curve
@@ -168,29 +172,29 @@ def _one(model: Named, given: argparse.Namespace, progress: Progress) -> Analysi
 
 
 def _before(folder: Path, progress: Progress) -> Analysis | None:
-    """What was found earlier, if it can be read."""
+    """An earlier analysis, if it can be read."""
     try:
         return read_analysis(folder)
     except ConfigError as error:
-        progress.say(f"{error}: that is done now")
+        progress.say(f"{error} (running now)")
         return None
 
 
 def _data_of(model: Named, data: Path | None) -> Path:
-    """What was given, or what the run was trained on."""
+    """--data, or the data that the run was trained on."""
     if data is not None:
         return data
     folder = Path(model.path)
     if not is_run(folder):
-        raise ConfigError(f"{model.path} is no run that names its data: give --data D, prepared with its tokenizer")
+        raise ConfigError(f"{model.path} is not a run: pass --data D, prepared with the model's tokenizer")
     found = Path(read_description(folder)["data"]["folder"])
     if not found.is_dir():
-        raise ConfigError(f"the data of {model.path} were in {found}, which is not there: give --data D")
+        raise ConfigError(f"the training data of {model.path} are no longer in {found}: pass --data D")
     return found
 
 
 def _router_curve(folder: Path) -> np.ndarray | None:
-    """The auxiliary loss over a run's training, mean over layers. -> (steps,2): step, loss"""
+    """Auxiliary loss during a run's training, mean over layers. -> (steps,2): step, loss"""
     if not (folder / METRICS).is_file():
         return None
     rows: Sequence[Mapping[str, Any]] = read_rows(folder / METRICS)

@@ -1,4 +1,4 @@
-"""What several commands share: how they are declared, and the scale, residual and overrides that name an experiment."""
+"""Arguments that several commands share: the scale, residual and overrides that define an experiment."""
 
 import argparse
 from typing import Any
@@ -8,7 +8,7 @@ from dualres.util.optional_dependencies import need
 
 OVERRIDES = """
 overrides:
-  --set changes any key of the scale's and the residual's file, as often as needed:
+  --set changes any key of the scale and residual files and may be repeated:
     --set residual.branches_per_block=8 --set residual.share_parameters=false --set model.layers=12
   docs/configuration.md lists every key.
 """
@@ -26,31 +26,26 @@ def command(commands: Any, name: str, help: str, description: str, epilog: str) 
 
 
 def known() -> str:
-    """The scales and residuals that ship."""
+    """The scales and residuals that ship with dualres."""
     return f"scales:     {', '.join(names('scale'))}\nresiduals:  {', '.join(names('residual'))}\n"
 
 
 def experiment(sub: argparse.ArgumentParser) -> None:
-    """SCALE RESIDUAL --set …"""
-    sub.add_argument("scale", metavar="SCALE", help="a scale by name, or the path of a YAML file")
-    sub.add_argument("residual", metavar="RESIDUAL", help="a residual by name, or the path of a YAML file")
+    sub.add_argument("scale", metavar="SCALE", help="name of a scale, or path to a YAML file")
+    sub.add_argument("residual", metavar="RESIDUAL", help="name of a residual, or path to a YAML file")
     overrides(sub)
 
 
 def overrides(sub: argparse.ArgumentParser) -> None:
-    """--set, as often as needed"""
     sub.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], help="change a key; may be repeated")
 
 
 def checkpoint(sub: argparse.ArgumentParser) -> None:
-    """--checkpoint"""
-    sub.add_argument(
-        "--checkpoint", choices=("last", "best"), default="last", help="which one of a run's folder (default last)"
-    )
+    sub.add_argument("--checkpoint", choices=("last", "best"), default="last", help="of a run (default last)")
 
 
 def hush() -> None:
-    """No progress bars and remarks of `transformers` between our own lines."""
+    """Silence the progress bars and warnings of transformers."""
     logging = need("transformers", "hub", "this command").utils.logging
     logging.disable_progress_bar()
     logging.set_verbosity_error()

@@ -1,4 +1,4 @@
-"""`dualres report`: one HTML page of runs, for a browser, a phone or paper."""
+"""`dualres report`: one HTML page about runs, for a browser, a phone or print."""
 
 import argparse
 import shlex
@@ -14,23 +14,22 @@ DEFAULT_OUT = Path("report.html")
 
 
 def add(commands: Any) -> None:
-    """Declare it."""
     sub = arguments.command(
         commands,
         "report",
-        "one HTML page of runs: comparison, curves, evaluations, analyses",
-        "Make one page of what the runs found: the comparison with its intervals, loss curves to look into, router\n"
-        "balance, the tables of `dualres evaluate`, the paper's losses beside ours, the pictures of `dualres\n"
-        "analyze`, and every config with the command that makes it. The file holds all that it shows: it opens from\n"
-        "disk, asks no network for anything, and can be sent or printed as it is.",
-        "RUN is the folder of a run (of `dualres train`) or one that holds runs (of `dualres suite`).\n"
-        "evaluations/report.json in such a folder is found by itself.\n\n"
+        "one HTML page about runs: comparison, curves, evaluations, analyses",
+        "Make one page of results: the comparison with confidence intervals, interactive loss curves, router balance,\n"
+        "the tables of `dualres evaluate`, the paper's losses next to ours, the figures of `dualres analyze`, and\n"
+        "every config with the command that reproduces it. The file is self-contained: it loads nothing from the\n"
+        "network, and can be mailed or printed.",
+        "RUN is the folder of a run (`dualres train`) or a folder of runs (`dualres suite`).\n"
+        "evaluations/report.json in such a folder is included automatically.\n\n"
         "examples:\n"
         "  dualres report suites/nano\n"
         "  dualres report runs/nano-standard runs/nano-dar-block -o compared.html\n"
         "  dualres report suites/nano --evaluation evaluations",
     )
-    sub.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="folders of runs, or of suites")
+    sub.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="folders of runs or suites")
     sub.add_argument("-o", "--out", metavar="FILE", type=Path, default=DEFAULT_OUT, help=f"default {DEFAULT_OUT}")
     sub.add_argument(
         "--evaluation",
@@ -45,7 +44,7 @@ def add(commands: Any) -> None:
 
 def _report(given: argparse.Namespace) -> int:
     if given.out.is_dir():
-        raise ConfigError(f"-o {given.out} is a folder: name a file, {given.out / DEFAULT_OUT} say")
+        raise ConfigError(f"-o {given.out} is a folder: name a file, such as {given.out / DEFAULT_OUT}")
     text = make_page(given.runs, given.evaluation, _command(given))
     given.out.parent.mkdir(parents=True, exist_ok=True)
     write_text(given.out, text)

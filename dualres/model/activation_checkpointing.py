@@ -4,7 +4,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from dualres.ops import grouped  # noqa: F401  (it registers dualres::grouped_linear)
 
@@ -19,9 +19,26 @@ PRODUCTS = [  # what costs most to compute again for the memory it takes
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.dualres.grouped_linear.default,
 ]
+DROPOUT = {  # where an operator is told the probability, if it has dropout inside
+    product: [argument.name for argument in product._schema.arguments].index("dropout_p")
+    for product in PRODUCTS
+    if "dropout_p" in str(product._schema)
+}
 
-# "full" keeps the block's inputs alone; "selective" also the results of matrix products and attention.
+
+def keep_products(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Keep the result of a product, unless it draws random numbers.
+
+    Such a one must run again: if it did not, what draws after it in the block would draw other numbers than before.
+    """
+    place = DROPOUT.get(operator)
+    drops = place is not None and (args[place] if len(args) > place else kwargs.get("dropout_p", 0.0)) > 0
+    return CheckpointPolicy.MUST_SAVE if operator in PRODUCTS and not drops else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+# "full" keeps the block's inputs alone; "selective" also the results of matrix products and attention. The random state
+# is kept in both, so that a branch's dropout drops the same again.
 KEPT: dict[str, dict[str, Any]] = {  # options of `torch.utils.checkpoint.checkpoint`
     "full": {},
-    "selective": {"context_fn": partial(create_selective_checkpoint_contexts, PRODUCTS)},
+    "selective": {"context_fn": partial(create_selective_checkpoint_contexts, keep_products)},
 }

@@ -1,7 +1,7 @@
 """A residual block and a stack of them: branches run through pathways, whatever the branches and the pathways are."""
 # B batch  T tokens  D width  J streams
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -47,26 +47,33 @@ class ResidualBlock(nn.Module):
         self.branches = nn.ModuleList(branches)
         self.pathway = pathway
         self.recompute: Recompute = "none"
+        self.compiled_run: Callable[..., Tensor] | None = None  # `run`, where `compile_blocks` has compiled it
+        self.tap: Any = None  # around the pathway, where an analysis has put one (`dualres.analyze.taps`)
 
     def forward(self, *history: Tensor, **context: Any) -> Tensor:
         """H_0 … H_{b-1} (the last alone for a pathway without history), each (J,B,T,D) -> H_b (J,B,T,D)"""
-        return self.run(*history, **context)
+        return (self.compiled_run or self.run)(*history, **context)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles are neither compiled nor tapped: as with `nn.Module.compile`, that is this block's own."""
+        return {**super().__getstate__(), "compiled_run": None, "tap": None}
 
     def run(self, *history: Tensor, **context: Any) -> Tensor:
         """What is compiled. `forward` is around it, so that an engine's hooks on the module stay outside."""
         if self.recompute == "none" or not torch.is_grad_enabled():
             return self.compute(*history, **context)
-        keep = KEPT[self.recompute]  # and nothing here draws random numbers
-        return checkpoint(self.compute, *history, use_reentrant=False, preserve_rng_state=False, **keep, **context)
+        keep = KEPT[self.recompute]
+        return checkpoint(self.compute, *history, use_reentrant=False, **keep, **context)
 
     def compute(self, *history: Tensor, **context: Any) -> Tensor:
         """The block itself: what a recomputation runs again."""
-        state = self.pathway.open(history)
+        pathway: Pathway = self.tap or self.pathway
+        state = pathway.open(history)
         for i, branch in enumerate(self.branches):
-            h, state = self.pathway.read(state, i, input_norm(branch))
+            h, state = pathway.read(state, i, input_norm(branch))
             update = (branch.module if isinstance(branch, NormedBranch) else branch)(h, **context)
-            state = self.pathway.write(state, i, fitting(update, h))
-        return self.pathway.close(state)
+            state = pathway.write(state, i, fitting(update, h))
+        return pathway.close(state)
 
 
 def input_norm(branch: nn.Module) -> Norm | None:
@@ -151,7 +158,7 @@ def recompute_blocks(stack: ResidualStack, how: Recompute) -> None:
 
 
 def compile_blocks(stack: ResidualStack, **options: Any) -> None:
-    """`torch.compile` every block by itself, in place.
+    """`torch.compile` every block by itself, in place. A copy of the stack is not compiled: call it for the copy, too.
 
     Two settings of PyTorch change for the whole process. All blocks share one `forward`, and each sees a history of
     another length, so the limit on compiling a function anew grows by the number of blocks. And backward passes leave
@@ -162,4 +169,4 @@ def compile_blocks(stack: ResidualStack, **options: Any) -> None:
     dynamo.accumulated_recompile_limit = max(dynamo.accumulated_recompile_limit, 4 * FORMS_OF_A_BLOCK * blocks)
     torch._functorch.config.backward_pass_autocast = "off"
     for block in stack:
-        block.run = torch.compile(block.run, **options)  # type: ignore[method-assign]
+        block.compiled_run = torch.compile(block.run, **options)

@@ -8,7 +8,7 @@ from typing import TypeVar, cast
 import torch
 from torch import Tensor
 
-from dualres.ops import autograd, dispatch, grouped, reference
+from dualres.ops import autograd, checks, dispatch, grouped, reference
 from dualres.ops.inputs import HyperInputs, ReadInputs
 from dualres.ops.reference import GateParameters, Norm, Route, wide
 
@@ -35,6 +35,8 @@ def full_precision(op: Op) -> Op:
     @functools.wraps(op)
     def call(*args: object) -> object:
         first = args[0]
+        if not isinstance(first, Tensor) and len(cast(tuple[Tensor, ...], first)) == 0:
+            raise ValueError(f"{op.__code__.co_varnames[0]}: there is no tensor, give at least one")
         device = (first if isinstance(first, Tensor) else cast(tuple[Tensor, ...], first)[0]).device.type
         if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
             return op(*args)
@@ -53,12 +55,10 @@ def prefix(
     history R × (J,B,T,D), queries (U,O,D) -> retrieved U × (O,B,T,D), log-partition U × (O,B,T)
     """
     if dispatch.kind(history[0]) == "reference":
+        checks.prefix(history, queries, *route, exact=False)
         return reference.prefix(history, queries, route, eps)
-    states = _alike("history", history)
-    key, value = _route(route, len(states[0]))
-    asked = _parameter("queries", queries, (len(queries), len(key), states[0].shape[-1]), states[0])
-    run = autograd if _recorded(states[0]) else dispatch.kernels(states[0])
-    found = run.prefix(states, asked, key, value, eps)
+    run = autograd.prefix if _recorded(history[0]) else autograd.run_prefix
+    found = run(_contiguous(history), _parameter(queries), list(route[0]), list(route[1]), eps)
     return tuple(found[: len(queries)]), tuple(found[len(queries) : 2 * len(queries)])
 
 
@@ -81,9 +81,11 @@ def read(
         return retrieved.squeeze(0)
     if coefficients is not None and coefficients.requires_grad:
         raise ValueError("a read without gates takes its coefficients for constants, and these require a gradient")
+    given = _read_inputs(retrieved, log_partition, updates, coefficients, queries, (), route, eps, norm)
     if dispatch.kind(retrieved) == "reference":
+        checks.read(given, exact=False)
         return reference.read(retrieved, log_partition, updates, coefficients, queries, route, eps, norm)
-    return _read(retrieved, log_partition, updates, coefficients, queries, (), route, eps, norm)[0]
+    return _read(given)[0]
 
 
 @full_precision
@@ -92,6 +94,7 @@ def normed(stream: Tensor, norm: Norm | None) -> Tensor:
     if norm is None:
         return stream.squeeze(0)
     if dispatch.kind(stream) == "reference":
+        checks.normed(stream, norm.weight)
         return reference.normed(wide(stream.squeeze(0)), norm).to(stream.dtype)
     nothing = stream.new_empty(stream.shape[:-1], dtype=torch.float32)
     return read(stream, nothing, (), None, None, ((0,), (0,)), 0.0, norm)
@@ -114,9 +117,11 @@ def gated_read(
     retrieved (2,B,T,D), log_partition (2,B,T), updates K × (B,T,D), coefficients (K,2,B,T), queries (2,D), gates α, β
     and with a live state ρ -> (B,T,D), (K+1,2,B,T)
     """
+    given = _read_inputs(retrieved, log_partition, updates, coefficients, queries, gates, route, eps, norm)
     if dispatch.kind(retrieved) == "reference":
+        checks.read(given, exact=False)
         return reference.gated_read(retrieved, log_partition, updates, coefficients, queries, gates, route, eps, norm)
-    return _read(retrieved, log_partition, updates, coefficients, queries, gates, route, eps, norm)
+    return _read(given)
 
 
 @full_precision
@@ -132,27 +137,47 @@ def hyper_read(
 
     updates K × (B,T,D), coefficients (K,J,B,T), gates H_pre, H_post, H_res -> (B,T,D), (K+1,J,B,T)
     """
+    flat = [parameter for gate in gates for parameter in gate]
+    weight, norm_eps = (None, 0.0) if norm is None else norm
     if dispatch.kind(updates[0]) == "reference":
+        checks.hyper_read(HyperInputs(list(updates), coefficients, flat, weight, steps, eps, norm_eps), exact=False)
         return reference.hyper_read(updates, coefficients, gates, steps, eps, norm)
-    rows, weights = _sum(updates, coefficients)
-    streams = coefficients.shape[1]
-    own = _gates(gates, (streams, streams, streams * streams), streams, rows[0])
-    weight = None if norm is None else _parameter("the norm's weight", norm.weight, rows[0].shape[-1:], rows[0])
-    given = HyperInputs(rows, weights, own, weight, steps, eps, 0.0 if norm is None else norm.eps)
-    return autograd.hyper_read(*given) if _recorded(rows[0]) else dispatch.kernels(rows[0]).hyper_read(given)
+    given = HyperInputs(
+        _contiguous(updates),
+        _parameter(coefficients),
+        [_parameter(parameter) for parameter in flat],
+        None if weight is None else _parameter(weight),
+        steps,
+        eps,
+        norm_eps,
+    )
+    return autograd.hyper_read(*given) if _recorded(updates[0]) else autograd.run_hyper_read(given)
 
 
 @full_precision
 def write(updates: Sequence[Tensor], coefficients: Tensor) -> Tensor:
     """The live streams P^j = Σ_k C_k^j u_k as a state. updates K × (B,T,D), coefficients (K,J,B,T) -> (J,B,T,D)"""
     if dispatch.kind(updates[0]) == "reference":
+        checks.write(updates, coefficients, exact=False)
         return reference.write(updates, coefficients)
-    rows, weights = _sum(updates, coefficients)
-    return (autograd if _recorded(rows[0]) else dispatch.kernels(rows[0])).write(rows, weights)
+    run = autograd.write if _recorded(updates[0]) else autograd.run_write
+    return run(_contiguous(updates), _parameter(coefficients))
 
 
-depth_weights = full_precision(reference.depth_weights)
-gate_logits = full_precision(reference.gate_logits)
+@full_precision
+def depth_weights(candidates: Sequence[Tensor], queries: Tensor, route: Route, eps: float) -> Tensor:
+    """`reference.depth_weights`."""
+    checks.prefix(candidates, queries, *route, exact=False, name="candidates")
+    return reference.depth_weights(candidates, queries, route, eps)
+
+
+@full_precision
+def gate_logits(streams: Tensor, gate: GateParameters, eps: float) -> Tensor:
+    """`reference.gate_logits`."""
+    checks.gate_logits(streams, gate)
+    return reference.gate_logits(streams, gate, eps)
+
+
 grouped_linear = grouped.grouped_linear
 
 
@@ -161,7 +186,7 @@ def _recorded(tensor: Tensor) -> bool:
     return torch.is_grad_enabled() or torch.compiler.is_compiling() or type(tensor) is not Tensor
 
 
-def _read(
+def _read_inputs(
     retrieved: Tensor,
     log_partition: Tensor,
     updates: Sequence[Tensor],
@@ -171,89 +196,43 @@ def _read(
     route: Route,
     eps: float,
     norm: Norm | None,
-) -> tuple[Tensor, Tensor]:
-    """`autograd.read`, with gates or without."""
-    rows: list[Tensor] = []
-    weights = asked = None
-    *tokens, width = retrieved.shape[1:]
-    key, value = _route(route, max(*route[0], *route[1]) + 1 if coefficients is None else coefficients.shape[1])
-    outputs = len(key)
-    if len(retrieved) != outputs:
-        raise ValueError(f"the route has {outputs} output streams, and {len(retrieved)} are retrieved")
-    streams = outputs if coefficients is None else coefficients.shape[1]
-    if streams > 2 or (gates and (streams, outputs) != (2, 2)):
-        raise ValueError(f"a read is of one or two streams, with gates of two, but {streams} make {outputs}")
-    if updates:
-        if coefficients is None or queries is None:
-            raise ValueError("a read with a live state needs the coefficients of its updates, and queries")
-        rows, weights = _sum(updates, coefficients)
-        asked = _parameter("queries", queries, (outputs, width), retrieved)
-        _alike("retrieved state and updates", (retrieved[0], rows[0]))
-    given = ReadInputs(
-        retrieved.contiguous(),
-        _parameter("log-partition", log_partition, (outputs, *tokens), retrieved),
-        rows,
-        weights,
-        asked,
-        _gates(gates, (2, 2, 1)[: 3 if updates else 2], 2, retrieved) if gates else [],
-        None if norm is None else _parameter("the norm's weight", norm.weight, (width,), retrieved),
-        key,
-        value,
+) -> ReadInputs:
+    """As they are; of no updates there are no coefficients, and nothing to ask."""
+    return ReadInputs(
+        retrieved,
+        log_partition,
+        list(updates),
+        coefficients if updates else None,
+        queries if updates else None,
+        [parameter for gate in gates for parameter in gate],
+        None if norm is None else norm.weight,
+        list(route[0]),
+        list(route[1]),
         eps,
         0.0 if norm is None else norm.eps,
     )
-    return autograd.read(*given) if _recorded(given.retrieved) else dispatch.kernels(given.retrieved).read(given)
 
 
-def _route(route: Route, streams: int) -> tuple[list[int], list[int]]:
-    """Keys and values of the output streams, if there are streams enough."""
-    key, value = (list(chosen) for chosen in route)
-    if max(*key, *value) >= streams:
-        raise ValueError(f"the route reads stream {max(*key, *value)}, and only {streams} are stored, numbered from 0")
-    return key, value
+def _read(given: ReadInputs) -> tuple[Tensor, Tensor]:
+    """`autograd.read`, with gates or without."""
+    fit = given._replace(
+        retrieved=given.retrieved.contiguous(),
+        partition=_parameter(given.partition),
+        updates=_contiguous(given.updates),
+        coefficients=None if given.coefficients is None else _parameter(given.coefficients),
+        queries=None if given.queries is None else _parameter(given.queries),
+        gates=[_parameter(gate) for gate in given.gates],
+        norm=None if given.norm is None else _parameter(given.norm),
+    )
+    return autograd.read(*fit) if _recorded(fit.retrieved) else autograd.run_read(fit)
 
 
-def _sum(updates: Sequence[Tensor], coefficients: Tensor) -> tuple[list[Tensor], Tensor]:
-    """Updates and coefficients of live streams, fit for a kernel: it finds rows by address and cannot check them."""
-    rows = _alike("updates", updates)
-    count, _, *tokens = coefficients.shape
-    if (count, *tokens) != (len(rows), *rows[0].shape[:-1]):
-        raise ValueError(
-            f"coefficients of shape {tuple(coefficients.shape)} do not fit {len(rows)} updates of shape "
-            f"{tuple(rows[0].shape)}: they must be (updates, streams, batch, tokens)"
-        )
-    return rows, coefficients.to(torch.float32).contiguous()
-
-
-def _alike(name: str, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors, contiguous, if all are of one shape, dtype and device."""
-    first = tensors[0]
-    for tensor in tensors:
-        if tensor.shape != first.shape or tensor.dtype != first.dtype or tensor.device != first.device:
-            kinds = sorted({f"{tuple(x.shape)} {x.dtype} on {x.device}" for x in tensors})
-            raise ValueError(f"{name}: all must have one shape, dtype and device, but there are {'; '.join(kinds)}")
+def _contiguous(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Streams as a kernel takes them."""
     return [tensor.contiguous() for tensor in tensors]
 
 
-def _gates(gates: Sequence[GateParameters], values: Sequence[int], streams: int, like: Tensor) -> list[Tensor]:
-    """Weight, scale and bias of gates with so many values each, in a row."""
-    if len(gates) != len(values):
-        raise ValueError(f"{len(gates)} gates are given where {len(values)} are needed")
-    return [
-        _parameter(f"a gate's {name}", parameter, shape, like)
-        for gate, count in zip(gates, values, strict=True)
-        for name, parameter, shape in zip(
-            gate._fields, gate, ((count, streams, like.shape[-1]), (1,), (count,)), strict=True
-        )
-    ]
-
-
-def _parameter(name: str, parameter: Tensor, shape: Sequence[int], like: Tensor) -> Tensor:
-    """In float32 and contiguous, if it is of that shape and where the stream `like` is."""
-    if parameter.shape != tuple(shape) or parameter.device != like.device:
-        raise ValueError(
-            f"{name} of shape {tuple(parameter.shape)} on {parameter.device} does not fit streams of width "
-            f"{like.shape[-1]} on {like.device}: it must have the shape {tuple(shape)} there"
-        )
+def _parameter(parameter: Tensor) -> Tensor:
+    """Parameters and token-wise numbers as a kernel takes them: in float32 and contiguous."""
     fits = parameter.dtype is torch.float32 and parameter.is_contiguous()
     return parameter if fits else parameter.to(torch.float32).contiguous()

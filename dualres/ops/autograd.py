@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dualres.ops import dispatch
+from dualres.ops import checks, dispatch
 from dualres.ops.inputs import HYPER_READ, READ, HyperInputs, ReadInputs
 
 
@@ -22,13 +22,20 @@ def prefix(history: list[Tensor], queries: Tensor, key: list[int], value: list[i
 
     -> retrieved U × (O,B,T,D), log-partition U × (O,B,T), logits (R,U,O,B,T), inverse norms (R,J,B,T)
     """
+    return run_prefix(history, queries, key, value, eps)
+
+
+def run_prefix(history: list[Tensor], queries: Tensor, key: list[int], value: list[int], eps: float) -> list[Tensor]:
+    """The kernel of `prefix` by itself, without a gradient."""
+    checks.prefix(history, queries, key, value, exact=True)
     return dispatch.kernels(queries).prefix(history, queries, key, value, eps)
 
 
 @prefix.register_fake
 def _(history: list[Tensor], queries: Tensor, key: list[int], value: list[int], eps: float) -> list[Tensor]:
+    checks.prefix(history, queries, key, value, exact=True)
     state, (sets, outputs, width) = history[0], queries.shape
-    tokens = state.shape[1:3]
+    tokens = state.shape[1:-1]
     retrieved = [state.new_empty(outputs, *tokens, width) for _ in range(sets)]
     partition = [queries.new_empty(outputs, *tokens) for _ in range(sets)]
     logits = queries.new_empty(len(history), sets, outputs, *tokens)
@@ -48,9 +55,9 @@ def prefix_backward(
     value: list[int],
 ) -> list[Tensor]:
     """The gradients of `prefix`. -> history R × (J,B,T,D), queries (U,O,D)"""
-    return dispatch.kernels(queries).prefix_backward(
-        d_retrieved, d_partition, history, queries, partition, logits, norms, key, value
-    )
+    given = (d_retrieved, d_partition, history, queries, partition, logits, norms, key, value)
+    checks.prefix_backward(*given, exact=True)
+    return dispatch.kernels(queries).prefix_backward(*given)
 
 
 @prefix_backward.register_fake
@@ -65,6 +72,7 @@ def _(
     key: list[int],
     value: list[int],
 ) -> list[Tensor]:
+    checks.prefix_backward(d_retrieved, d_partition, history, queries, partition, logits, norms, key, value, exact=True)
     return [*(_like(state) for state in history), _like(queries)]
 
 
@@ -95,12 +103,19 @@ def read(*inputs: Any) -> tuple[Tensor, Tensor]:
 
     `ReadInputs` -> (B,T,D), (K+1,2,B,T) or (0,)
     """
-    return dispatch.kernels(inputs[0]).read(ReadInputs(*inputs))
+    return run_read(ReadInputs(*inputs))
+
+
+def run_read(given: ReadInputs) -> tuple[Tensor, Tensor]:
+    """The kernel of `read` by itself, without a gradient."""
+    checks.read(given, exact=True)
+    return dispatch.kernels(given.retrieved).read(given)
 
 
 @read.register_fake
 def _(*inputs: Any) -> tuple[Tensor, Tensor]:
     given = ReadInputs(*inputs)
+    checks.read(given, exact=True)
     partition = given.partition
     left = partition.new_empty(len(given.updates) + 1, *partition.shape) if given.gates else partition.new_empty(0)
     return given.retrieved.new_empty(given.retrieved.shape[1:]), left
@@ -112,12 +127,15 @@ def _(*inputs: Any) -> tuple[Tensor, Tensor]:
 def read_backward(d_h: Tensor, d_left: Tensor, *inputs: Any) -> list[Tensor]:
     """The gradients of `read`: of retrieved; with a live state of partition, updates, coefficients (only with gates:
     without they are constants) and queries; of the gates; of the norm."""
-    return dispatch.kernels(d_h).read_backward(d_h, d_left, ReadInputs(*inputs))
+    given = ReadInputs(*inputs)
+    checks.read_backward(d_h, d_left, given, exact=True)
+    return dispatch.kernels(d_h).read_backward(d_h, d_left, given)
 
 
 @read_backward.register_fake
 def _(d_h: Tensor, d_left: Tensor, *inputs: Any) -> list[Tensor]:
     given = ReadInputs(*inputs)
+    checks.read_backward(d_h, d_left, given, exact=True)
     learned = given.coefficients if given.gates else None
     live = [given.partition, *given.updates, learned, given.queries] if given.updates else []
     return [_like(tensor) for tensor in (given.retrieved, *live, *given.gates, given.norm) if tensor is not None]
@@ -160,12 +178,18 @@ read.register_autograd(_read_gradient, setup_context=_keep_read)
 @torch.library.custom_op("dualres::hyper_read", mutates_args=(), schema=f"({HYPER_READ}) -> (Tensor, Tensor)")
 def hyper_read(*inputs: Any) -> tuple[Tensor, Tensor]:
     """`reference.hyper_read`. `HyperInputs` -> (B,T,D), (K+1,J,B,T)"""
-    given = HyperInputs(*inputs)
+    return run_hyper_read(HyperInputs(*inputs))
+
+
+def run_hyper_read(given: HyperInputs) -> tuple[Tensor, Tensor]:
+    """The kernel of `hyper_read` by itself, without a gradient."""
+    checks.hyper_read(given, exact=True)
     return dispatch.kernels(given.coefficients).hyper_read(given)
 
 
 @hyper_read.register_fake
 def _(*inputs: Any) -> tuple[Tensor, Tensor]:
+    checks.hyper_read(HyperInputs(*inputs), exact=True)
     updates, coefficients, *_ = inputs
     return _like(updates[0]), coefficients.new_empty(len(updates) + 1, *coefficients.shape[1:])
 
@@ -175,11 +199,14 @@ def _(*inputs: Any) -> tuple[Tensor, Tensor]:
 )
 def hyper_read_backward(d_h: Tensor, d_left: Tensor, *inputs: Any) -> list[Tensor]:
     """The gradients of `hyper_read`: of updates, coefficients, gates, norm."""
-    return dispatch.kernels(d_h).hyper_read_backward(d_h, d_left, HyperInputs(*inputs))
+    given = HyperInputs(*inputs)
+    checks.hyper_read_backward(d_h, d_left, given, exact=True)
+    return dispatch.kernels(d_h).hyper_read_backward(d_h, d_left, given)
 
 
 @hyper_read_backward.register_fake
 def _(d_h: Tensor, d_left: Tensor, *inputs: Any) -> list[Tensor]:
+    checks.hyper_read_backward(d_h, d_left, HyperInputs(*inputs), exact=True)
     updates, coefficients, gates, norm, *_ = inputs
     return [_like(tensor) for tensor in (*updates, coefficients, *gates, norm) if tensor is not None]
 
@@ -207,22 +234,31 @@ hyper_read.register_autograd(_hyper_read_gradient, setup_context=_keep_hyper_rea
 @torch.library.custom_op("dualres::write", mutates_args=())
 def write(updates: list[Tensor], coefficients: Tensor) -> Tensor:
     """`reference.write`. -> (J,B,T,D)"""
+    return run_write(updates, coefficients)
+
+
+def run_write(updates: list[Tensor], coefficients: Tensor) -> Tensor:
+    """The kernel of `write` by itself, without a gradient."""
+    checks.write(updates, coefficients, exact=True)
     return dispatch.kernels(coefficients).write(updates, coefficients)
 
 
 @write.register_fake
 def _(updates: list[Tensor], coefficients: Tensor) -> Tensor:
+    checks.write(updates, coefficients, exact=True)
     return updates[0].new_empty(coefficients.shape[1], *updates[0].shape)
 
 
 @torch.library.custom_op("dualres::write_backward", mutates_args=())
 def write_backward(d_live: Tensor, updates: list[Tensor], coefficients: Tensor) -> list[Tensor]:
     """The gradients of `write`: of updates and, if those are given, of coefficients."""
+    checks.write_backward(d_live, updates, coefficients, exact=True)
     return dispatch.kernels(coefficients).write_backward(d_live, updates, coefficients)
 
 
 @write_backward.register_fake
 def _(d_live: Tensor, updates: list[Tensor], coefficients: Tensor) -> list[Tensor]:
+    checks.write_backward(d_live, updates, coefficients, exact=True)
     d_updates = [_like(d_live[0]) for _ in coefficients]
     return [*d_updates, *([_like(coefficients)] if updates else [])]
 

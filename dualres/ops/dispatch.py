@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from dualres.ops import checks
+
 Kind = Literal["reference", "cpu", "triton"]
 KINDS = ("reference", "cpu", "triton")
 BY_DEVICE: dict[str, Kind] = {"cpu": "cpu", "cuda": "triton"}  # ROCm calls its devices cuda, too
-FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PACKAGES: dict[Kind, str] = {"cpu": "numba", "triton": "triton"}
 INTERPRETED = ("1", "true", "on")  # values of TRITON_INTERPRET that Triton takes for a yes
 
@@ -45,7 +46,7 @@ FORCED = forced()
 
 def kind(tensor: Tensor) -> Kind:
     """The operators that `tensor` takes: kernels for its device, or the equations where there are none for it."""
-    if tensor.dtype not in FUSED_DTYPES or tensor.device.type == "meta" or transformed():
+    if tensor.dtype not in checks.DTYPES or tensor.device.type == "meta" or transformed():
         return "reference"  # float64, shapes without numbers, derivatives that no kernel has
     found = FORCED or BY_DEVICE.get(tensor.device.type, "reference")
     if found == "triton" and tensor.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") not in INTERPRETED:
@@ -73,7 +74,13 @@ def transformed() -> bool:
 
 def kernels(tensor: Tensor) -> Any:
     """The module of kernels for the device of `tensor`; not called where `kind` says "reference"."""
-    return module(FORCED or BY_DEVICE[tensor.device.type])
+    found = FORCED or BY_DEVICE.get(tensor.device.type, "reference")
+    if found == "reference" or (found == "cpu" and tensor.device.type != "cpu"):
+        raise RuntimeError(
+            f"there are no {found} kernels for tensors on {tensor.device}: call `dualres.ops`, which takes the "
+            "equations there, or leave DUALRES_OPS unset"
+        )
+    return module(found)
 
 
 @contextlib.contextmanager

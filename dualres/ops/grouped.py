@@ -9,10 +9,14 @@ from torch import Tensor
 from torch.nn.functional import grouped_mm
 from torch.utils.flop_counter import register_flop_formula
 
+from dualres.ops import checks
+
 
 @torch.library.custom_op("dualres::grouped_linear", mutates_args=())
 def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """The first counts[0] rows times weight_0ᵀ, the next counts[1] times weight_1ᵀ, … (M,D), (E,F,D), (E,) -> (M,F)"""
+    checks.grouped_linear("weight", rows, weight, counts)
+    checks.group_sizes(rows, counts)
     if rows.dtype == torch.float64:  # which the grouped product has not
         runs = rows.split(counts.tolist())
         return torch.cat([run @ w.T for run, w in zip(runs, weight, strict=True)])
@@ -21,12 +25,15 @@ def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 
 @grouped_linear.register_fake
 def _(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    checks.grouped_linear("weight", rows, weight, counts)
     return rows.new_empty(rows.shape[0], weight.shape[1])
 
 
 @torch.library.custom_op("dualres::grouped_linear_weight_gradient", mutates_args=())
 def weight_gradient(gradient: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
     """Of each group, its rows of the gradient, transposed, times its rows. (M,F), (M,D), (E,) -> (E,F,D)"""
+    checks.grouped_linear("gradient", rows, gradient, counts)
+    checks.group_sizes(rows, counts)
     if rows.dtype == torch.float64:
         pairs = zip(gradient.split(counts.tolist()), rows.split(counts.tolist()), strict=True)
         return torch.stack([g.T @ r for g, r in pairs])
@@ -35,6 +42,7 @@ def weight_gradient(gradient: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
 
 @weight_gradient.register_fake
 def _(gradient: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
+    checks.grouped_linear("gradient", rows, gradient, counts)
     return rows.new_empty(counts.shape[0], gradient.shape[1], rows.shape[1])
 
 

@@ -4,7 +4,7 @@ The live streams of a block are never stored: they are a weighted sum of what wa
 P^j = Σ_k C_k^j u_k with token-wise coefficients C, so that M P + β u is the same sum with coefficients [M C, β].
 The history is a sequence of states and is never stacked; keys are never stored normalised, because
 q·Norm(v) = (q·v)·rstd(v). Reductions over depth and width run in float32 (float64 for float64 streams), whatever the
-streams are stored in.
+streams are stored in. B,T stand for any token axes, (B,H,W) or none: every operator is token-wise.
 """
 # B batch  T tokens  D width  J stored streams  O output streams  R history  U query sets  G gate values  K updates
 
@@ -48,7 +48,7 @@ def depth_logits(state: Tensor, queries: Tensor, key: Sequence[int], eps: float)
     state (J,B,T,D), queries (U,O,D) -> (U,O,B,T)
     """
     norms = inverse_rms(state, (-1,), eps)  # (J,B,T)
-    scored = [torch.einsum("ud,btd->ubt", wide(queries[:, j]), wide(state[k])) * norms[k] for j, k in enumerate(key)]
+    scored = [torch.einsum("ud,...d->u...", wide(queries[:, j]), wide(state[k])) * norms[k] for j, k in enumerate(key)]
     return torch.stack(scored, 1)
 
 
@@ -162,7 +162,7 @@ def hyper_read(
     live = combine(updates, coefficients)
     pre, post, mixing = (gate_logits(live, gate, eps) for gate in gates)
     matrix = sinkhorn(mixing.view(len(live), *live.shape[:-1]), steps)  # (J,J,B,T)
-    left = torch.einsum("ijbt,kjbt->kibt", matrix, coefficients)
+    left = torch.einsum("ij...,kj...->ki...", matrix, coefficients)
     h = normed(mix(torch.sigmoid(pre), live), norm)
     return h.to(updates[0].dtype), torch.cat([left, 2 * torch.sigmoid(post).unsqueeze(0)])
 
@@ -172,8 +172,8 @@ def gate_logits(streams: Tensor, gate: GateParameters, eps: float) -> Tensor:
 
     streams (J,B,T,D) -> (G,B,T)
     """
-    projected = torch.einsum("jbtd,gjd->gbt", wide(streams), wide(gate.weight)) * inverse_rms(streams, (0, -1), eps)
-    return wide(gate.scale) * projected + wide(gate.bias)[:, None, None]
+    projected = torch.einsum("j...d,gjd->g...", wide(streams), wide(gate.weight)) * inverse_rms(streams, (0, -1), eps)
+    return wide(gate.scale) * projected + wide(gate.bias).view(-1, *[1] * (projected.ndim - 1))
 
 
 def mix(weights: Tensor, streams: Tensor) -> Tensor:

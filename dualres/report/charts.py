@@ -1,24 +1,31 @@
-"""Curves for the page as data: moving averages over seeds, thinned, which its script and still.py draw."""
+"""Loss curves: moving averages over seeds as data, which the page's script draws, and as matplotlib figures."""
 
+import io
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import matplotlib
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter
 
 from dualres.report.groups import Group
 from dualres.report.runs import Curve, Run
-from dualres.util.curves import COLOURS, STYLES, smooth
+from dualres.util.curves import COLORS, STYLES, smooth
 
-MOST_POINTS = 600  # of a curve
-UNFINISHED = len(STYLES) - 1  # the style that other methods are the last to have
-DIGITS = 5  # after the point: a ten-thousandth can still be read between two methods
+MAX_POINTS = 600  # of a curve
+STATIC_POINTS = 200  # of a curve in a figure, which cannot be enlarged
+UNFINISHED = len(STYLES) - 1  # line style of unfinished runs, the last that methods use
+DIGITS = 5  # of a loss, enough to read differences of 1e-4
+EARLY = 1 / 5  # of the tokens: the initial drop, which the vertical axis leaves out
 
 
 class Series(NamedTuple):
-    """One method's curve: tokens, the mean over seeds, their range, and single points."""
+    """The curve of one method: tokens, mean and range over seeds, and individual points."""
 
     name: str
-    colour: int  # of COLOURS
+    color: int  # of COLORS
     style: int  # of STYLES
     seeds: int
     x: list[int]
@@ -34,23 +41,23 @@ class Chart(NamedTuple):
     name: str  # of its element in the page
     title: str
     unit: str  # of the vertical axis
-    reference: float | None  # a line to hold the curves against
+    reference: float | None  # a horizontal line
     window: str  # of the moving average, in words
     series: list[Series]
 
 
 def loss_charts(groups: Sequence[Group]) -> list[Chart]:
-    """A panel per scale; unfinished runs are curves of their own, so that they cut no one's mean short."""
+    """A panel per scale; unfinished runs have curves of their own, so that they do not cut a mean short."""
     return _charts(groups, "loss", "training loss, nats per token", None, "training", "validation")
 
 
 def router_charts(groups: Sequence[Group]) -> list[Chart]:
-    """The same of the routers' balance, where there are experts."""
+    """A panel per scale with experts."""
     return _charts(groups, "router", "load-balancing loss of the routers", 1.0, "router", None)
 
 
 def as_data(chart: Chart) -> dict[str, Any]:
-    """For the page's script; without a range where there is one seed."""
+    """For the page's script; a single seed has no range."""
 
     def series(given: Series) -> dict[str, Any]:
         return {**given._asdict(), **({"low": None, "high": None} if given.seeds == 1 else {})}
@@ -58,20 +65,62 @@ def as_data(chart: Chart) -> dict[str, Any]:
     return {**chart._asdict(), "series": [series(given) for given in chart.series]}
 
 
+def draw(charts: Sequence[Chart], titles: bool = True) -> Figure:
+    """The charts side by side: mean over seeds with its range, individual runs' values as points."""
+    figure = Figure(figsize=(8.0 * len(charts), 4.4), layout="constrained")
+    axes: Any = figure.subplots(1, len(charts), squeeze=False)
+    for axis, chart in zip(axes[0], charts, strict=True):
+        _draw(axis, chart)
+        if titles:
+            axis.set_title(f"{chart.title}: training loss (line, range over seeds) and validation loss (points)")
+    return figure
+
+
+def as_svg(chart: Chart) -> str:
+    """For readers without scripts; equal runs give equal bytes."""
+    drawn = io.StringIO()
+    with matplotlib.rc_context({"svg.hashsalt": "dualres"}):
+        draw([chart], titles=False).savefig(drawn, format="svg", metadata={"Date": None})
+    return drawn.getvalue()
+
+
+def _draw(axis: Axes, chart: Chart) -> None:
+    start = EARLY * max(series.x[-1] for series in chart.series)
+    late = [] if chart.reference is None else [chart.reference]  # values after the initial drop
+    for series in chart.series:
+        color, style = COLORS[series.color], STYLES[series.style]
+        label = series.name.replace("$", r"\$")  # not a formula
+        some = slice(None, None, -max(1, len(series.x) // STATIC_POINTS))  # from the end, which is always shown
+        axis.plot(series.x[some], series.mean[some], style, color=color, label=label, linewidth=1.4)
+        axis.fill_between(series.x[some], series.low[some], series.high[some], color=color, alpha=0.15, linewidth=0)
+        axis.plot([x for x, _ in series.points], [y for _, y in series.points], "o", color=color, markersize=3)
+        curves = [*zip(series.x, series.low, strict=True), *zip(series.x, series.high, strict=True), *series.points]
+        late += [value for tokens, value in curves if tokens >= start]
+    if chart.reference is not None:
+        axis.axhline(chart.reference, color="black", linestyle=":", linewidth=1)
+    room = 0.05 * (max(late) - min(late)) + 1e-3
+    axis.set_ylim(min(late) - room, max(late) + room)
+    axis.set_xlabel("tokens")
+    axis.xaxis.set_major_formatter(EngFormatter())
+    axis.set_ylabel(chart.unit)
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8)
+
+
 def _charts(
     groups: Sequence[Group], kind: str, unit: str, reference: float | None, line: str, points: str | None
 ) -> list[Chart]:
-    """`line` and `points` are curves of a run."""
+    """`line` and `points` name curves of a run."""
     charts: list[Chart] = []
     for scale in dict.fromkeys(group.scale for group in groups):
         series, windows = [], set()
         for number, group in enumerate([group for group in groups if group.scale == scale]):
-            for ending, runs in (("", group.finished), (", unfinished", group.unfinished)):
+            for suffix, runs in (("", group.finished), (", unfinished", group.unfinished)):
                 there = [run for run in runs if getattr(run, line)]
                 if there:
-                    style = UNFINISHED if ending else number // len(COLOURS) % len(STYLES)
-                    look = number % len(COLOURS), style
-                    drawn, width = _series(group.method + ending, look, there, line, points)
+                    style = UNFINISHED if suffix else number // len(COLORS) % len(STYLES)
+                    look = number % len(COLORS), style
+                    drawn, width = _series(group.method + suffix, look, there, line, points)
                     series.append(drawn)
                     windows.add(width)
         if series:
@@ -81,14 +130,13 @@ def _charts(
 
 
 def _series(name: str, look: tuple[int, int], runs: Sequence[Run], line: str, points: str | None) -> tuple[Series, int]:
-    """The mean ends where the shortest of the runs does."""
+    """The series, which ends with the shortest run, and the window of its moving average."""
     curves: list[Curve] = [getattr(run, line) for run in runs]
     steps = min(len(curve) for curve in curves)
     averages = [smooth([value for _, value in curve[:steps]]) for curve in curves]
     width, values = averages[0][0], np.stack([average for _, average in averages])
-    kept = np.unique(np.linspace(0, values.shape[1] - 1, min(MOST_POINTS, values.shape[1])).round().astype(int))
+    kept = np.unique(np.linspace(0, values.shape[1] - 1, min(MAX_POINTS, values.shape[1])).round().astype(int))
     tokens = [curves[0][width - 1 + number][0] for number in kept]
     mean, low, high = (np.round(of[kept], DIGITS).tolist() for of in (values.mean(0), values.min(0), values.max(0)))
     single = [point for run in runs for point in getattr(run, points)] if points else []
-    found = [(count, round(value, DIGITS)) for count, value in single]
-    return Series(name, *look, len(runs), tokens, mean, low, high, found), width
+    return Series(name, *look, len(runs), tokens, mean, low, high, [(x, round(y, DIGITS)) for x, y in single]), width

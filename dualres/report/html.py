@@ -1,12 +1,18 @@
-"""Markup that is escaped by construction: text becomes markup only through `tag`, which escapes it."""
+"""Markup that is escaped by construction: text becomes markup only through `tag` or `fill`, which escape it."""
 
 import base64
 import html
 import json
+import string
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
-_EMPTY = {"meta", "link", "img", "col"}  # elements that have no end
+from dualres.report.statistics import Interval
+
+TEMPLATES = Path(__file__).parent / "templates"
+NOTHING, MINUS = "—", "−"
+_VOID = {"meta", "link", "img"}  # elements without an end tag
 
 
 class Markup(str):
@@ -15,19 +21,35 @@ class Markup(str):
     __slots__ = ()
 
 
+class RowGroup(NamedTuple):
+    """Table rows under an optional heading; the first cell of a row is its name."""
+
+    title: str
+    rows: list[list[str]]
+
+
 def tag(name: str, /, *children: str, **attributes: str) -> Markup:
     """An element; `class_` stands for class, and `_` within a name for a hyphen."""
-    given = "".join(f' {_attribute(key)}="{html.escape(value)}"' for key, value in attributes.items())
-    return Markup(f"<{name}{given}>" if name in _EMPTY else f"<{name}{given}>{join(*children)}</{name}>")
+    given = "".join(f' {key.rstrip("_").replace("_", "-")}="{html.escape(v)}"' for key, v in attributes.items())
+    return Markup(f"<{name}{given}>" if name in _VOID else f"<{name}{given}>{join(*children)}</{name}>")
 
 
 def join(*children: str, between: str = "") -> Markup:
-    """One after the other; what is no markup yet is escaped."""
+    """Concatenate; what is not markup yet is escaped."""
     return Markup(between.join(child if isinstance(child, Markup) else html.escape(child) for child in children))
 
 
+def fill(name: str, /, **values: str) -> Markup:
+    """A file of `templates/` with its $placeholders replaced."""
+    template = string.Template(read_template(f"{name}.html"))
+    return Markup(template.substitute({key: join(value) for key, value in values.items()}))
+
+
+def read_template(name: str) -> str:
+    return (TEMPLATES / name).read_text(encoding="utf-8")
+
+
 def code(text: str) -> Markup:
-    """Names, commands and files."""
     return tag("code", text)
 
 
@@ -36,17 +58,35 @@ def notes(texts: Sequence[str]) -> Markup:
     return tag("ul", *(tag("li", text) for text in texts), class_="notes") if texts else Markup()
 
 
+def two_lines(text: str, small: str) -> Markup:
+    """A cell with an optional second line."""
+    return join(text, " ", tag("small", small)) if small else join(text)
+
+
+def signed(found: Interval) -> str:
+    """With a sign, and a typographic minus."""
+    return found.text(sign="+").replace("-", MINUS)
+
+
+def table(caption: str, header: Sequence[str], groups: Sequence[RowGroup]) -> Markup:
+    """In a box that scrolls by itself, so that a wide table never widens the page."""
+    head = tag("thead", tag("tr", *(tag("th", name, scope="col") for name in header)))
+    bodies = []
+    for group in groups:
+        title = tag("tr", tag("th", group.title, colspan=str(len(header)), scope="rowgroup"))
+        rows = [tag("tr", tag("th", row[0], scope="row"), *(tag("td", cell) for cell in row[1:])) for row in group.rows]
+        bodies.append(tag("tbody", *([title] if group.title else []), *rows))
+    body = tag("table", tag("caption", caption), head, *bodies)
+    return tag("div", body, class_="scroll", tabindex="0", role="region", aria_label=caption)
+
+
 def embedded(data: Any, name: str) -> Markup:
-    """Data for the page's script. No `<` is left, so nothing in it can end the element or begin another."""
+    """Data for the page's script. It contains no `<`, so nothing in it can end the element or start another."""
     text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     return tag("script", Markup(text), type="application/json", id=name)
 
 
 def svg_image(svg: str, alt: str) -> Markup:
-    """A picture inside of the page: as an image, whose scripts a browser does not run."""
+    """An inline image: browsers run no scripts inside images."""
     data = base64.b64encode(svg.encode()).decode()
     return tag("img", src=f"data:image/svg+xml;base64,{data}", alt=alt)
-
-
-def _attribute(key: str) -> str:
-    return key.rstrip("_").replace("_", "-")

@@ -1,140 +1,157 @@
-"""The page: one HTML file with everything in it, which asks no network for anything."""
+"""The page: one self-contained HTML file that loads nothing from the network."""
 
 import base64
 import hashlib
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from dualres.analyze.analysis import FOLDER, Analysis, read_analysis
+from dualres.analyze.figures import Panel, Section, sections
 from dualres.config.schema import ConfigError
-from dualres.report import analyses, charts, configs, evaluations, summary
+from dualres.report import charts, comparison, evaluations, paper_losses, summary
 from dualres.report.charts import Chart
-from dualres.report.comparison import Compared, compare_groups
-from dualres.report.evaluations import Evaluation, find_evaluations
+from dualres.report.evaluations import find_evaluations
 from dualres.report.groups import Group, group_runs
-from dualres.report.html import Markup, code, embedded, join, notes, svg_image, tag
-from dualres.report.paper_losses import paper_losses
+from dualres.report.html import Markup, code, embedded, fill, join, notes, read_template, svg_image, tag
+from dualres.report.reproduce import as_yaml, command
 from dualres.report.runs import find_runs
-from dualres.report.static_chart import still
-from dualres.report.tables import comparison
-from dualres.util.curves import SMOOTHED
+from dualres.util.curves import COLORS, WINDOW
 from dualres.util.version import VERSION
 
-_HERE = Path(__file__).parent
-STYLE = (_HERE / "page.css").read_text(encoding="utf-8")
-SCRIPT = "".join((_HERE / name).read_text(encoding="utf-8") for name in ("chart.js", "page.js"))
+HALF_PAGE = 576.0  # points: wider figures are not legible at half the page's width
+_PALETTE = " ".join(f"--c{number}: {color.lower()};" for number, color in enumerate(COLORS))
+STYLE = f":root {{ {_PALETTE} }}\n{read_template('page.css')}"
+SCRIPT = read_template("chart.js") + read_template("page.js")
 
 
-class Part(NamedTuple):
+class PagePart(NamedTuple):
     """A section of the page."""
 
-    name: str  # of its place in the page
+    name: str  # of its anchor
     title: str
     body: Markup
 
 
 def make_page(given: Sequence[Path], evaluated: Sequence[Path], command: str) -> str:
-    """The page of the given runs and suites and of what was evaluated; `command` made it."""
+    """The page of the given runs and suites and of their evaluations; the footer shows the command."""
     runs = find_runs(given)
     groups, repeated = group_runs([run for run in runs if run.training])
     if not groups:
         raise ConfigError(
-            f"no run has taken a step yet in {summary.listed(given)}: give one that has, or wait a moment and give the "
-            "same command again"
+            f"no run in {summary.listed(given)} has taken a step yet: pass one that has, or try again in a moment"
         )
-    compared = compare_groups(groups)
+    rows = comparison.compare(groups)
     losses, routers = charts.loss_charts(groups), charts.router_charts(groups)
+    evaluation = join(*(evaluations.as_html(found) for found in find_evaluations(evaluated, given)))
     parts = [
-        Part("comparison", "Comparison", _comparison(compared)),
-        Part("curves", "Loss curves", _charts(losses, summary.CURVES, summary.HOW)),
-        *([Part("routers", "Router balance", _charts(routers, summary.ROUTERS))] if routers else []),
-        *_evaluations(find_evaluations(evaluated, given)),
-        Part("paper", "Beside the paper", _paper(compared)),
-        Part("analyses", "Analyses", _analyses(groups)),
-        Part("configs", "Configs and commands", join(*(configs.as_html(group) for group in groups))),
+        PagePart("comparison", "Comparison", _comparison(rows)),
+        PagePart("curves", "Loss curves", _charts("curves", losses)),
+        *([PagePart("routers", "Router balance", _charts("routers", routers))] if routers else []),
+        *([PagePart("evaluation", "Perplexity and zero-shot", evaluation)] if evaluation else []),
+        PagePart("paper", "Comparison with the paper", _paper(rows)),
+        PagePart("analyses", "Analyses", _analyses(groups)),
+        PagePart("configs", "Configs and commands", join(*(_config(group) for group in groups))),
     ]
-    idle = [run for run in runs if not run.training]
-    head = join(
-        tag("h1", summary.title(groups)),
-        tag("p", summary.compared_in_words(groups), class_="lead"),
-        notes(summary.honesty(groups, compared, repeated, idle)),
-        tag(
-            "nav",
-            tag("ul", *(tag("li", tag("a", part.title, href=f"#{part.name}")) for part in parts)),
-            aria_label="Contents",
-        ),
+    page = fill(
+        "page",
+        title=summary.title(groups),
+        lead=summary.lead(groups),
+        notes=notes(summary.caveats(groups, rows, repeated, [run for run in runs if not run.training])),
+        contents=join(*(tag("li", tag("a", part.title, href=f"#{part.name}")) for part in parts)),
+        sections=join(*(tag("section", tag("h2", part.title, id=part.name), part.body) for part in parts)),
+        version=VERSION,
+        command=command,
+        data=embedded([charts.as_data(chart) for chart in (*losses, *routers)], "charts"),
+        style=Markup(STYLE),
+        script=Markup(SCRIPT),
+        script_hash=base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode(),
     )
-    sections = [tag("section", tag("h2", part.title, id=part.name), part.body) for part in parts]
-    footer = tag("footer", tag("p", f"Made with dualres {VERSION} by ", code(command)))
-    data = embedded([charts.as_data(chart) for chart in (*losses, *routers)], "charts")
-    return _document(summary.title(groups), join(tag("header", head), tag("main", *sections), footer, data))
+    return page.encode(errors="replace").decode()  # a folder's name may not be valid text
 
 
-def _document(title: str, body: Markup) -> str:
-    script = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
-    policy = (
-        f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{script}'; base-uri 'none'; "
-        "form-action 'none'"
-    )
-    head = tag(
-        "head",
-        tag("meta", charset="utf-8"),
-        tag("meta", http_equiv="Content-Security-Policy", content=policy),
-        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("meta", name="color-scheme", content="light dark"),
-        tag("link", rel="icon", href="data:,"),
-        tag("title", title),
-        tag("style", Markup(STYLE)),
-    )
-    page = tag("html", head, tag("body", body, tag("script", Markup(SCRIPT))), lang="en")
-    return f"<!doctype html>\n{page}\n".encode(errors="replace").decode()  # a folder's name may hold what is no text
+def _comparison(rows: Sequence[comparison.ComparisonRow]) -> Markup:
+    if not rows:
+        return tag("p", "No run is finished yet; the curves show progress so far.", class_="notice")
+    return fill("comparison", table=comparison.as_html(rows))
 
 
-def _comparison(compared: Sequence[Compared]) -> Markup:
-    if not compared:
-        return tag("p", "No run is finished yet: the curves are of what there is.", class_="notice")
-    return join(comparison(compared), notes(summary.INTERVALS))
+def _charts(template: str, drawn: Sequence[Chart]) -> Markup:
+    windows = summary.listed(dict.fromkeys(f"{chart.window} steps at {chart.title}" for chart in drawn))
+    figures = []
+    for chart in drawn:
+        title = f"{chart.title}: {chart.unit}"
+        figures.append(fill("chart", name=chart.name, title=title, static=svg_image(charts.as_svg(chart), title)))
+    return fill(template, windows=windows, paper=str(WINDOW), figures=join(*figures))
 
 
-def _charts(drawn: Sequence[Chart], what: str, how: str = "") -> Markup:
-    windows = summary.listed(dict.fromkeys(f"{chart.window} at {chart.title}" for chart in drawn))
-    figures = [
-        tag(
-            "figure",
-            tag("figcaption", f"{chart.title}: {chart.unit}"),
-            tag("noscript", tag("div", svg_image(still(chart), f"{chart.title}: {chart.unit}"), class_="still")),
-            class_="chart",
-            id=chart.name,
-            data_title=f"{chart.title}: {chart.unit}",
-        )
-        for chart in drawn
-    ]
-    hint = tag("p", how, class_="script") if how else ""
-    return join(tag("p", f"{what}: {windows} (the paper's is of {SMOOTHED})."), hint, *figures)
-
-
-def _evaluations(found: Sequence[Evaluation]) -> list[Part]:
-    body = join(*(evaluations.as_html(each) for each in found))
-    return [Part("evaluation", "Perplexity and zero-shot", body)] if found else []
-
-
-def _paper(compared: Sequence[Compared]) -> Markup:
-    tables = paper_losses(compared)
-    return (
-        join(tag("p", summary.PAPERS), *tables)
-        if tables
-        else tag("p", "None of these runs has a counterpart in the paper's loss tables.")
-    )
+def _paper(rows: Sequence[comparison.ComparisonRow]) -> Markup:
+    tables = paper_losses.as_html(rows)
+    if not tables:
+        return tag("p", "None of these runs has a counterpart in the paper's loss tables.")
+    return fill("paper", tables=join(*tables))
 
 
 def _analyses(groups: Sequence[Group]) -> Markup:
-    sections, used, ways = analyses.analyses(groups)
-    if not sections:
-        return tag(
-            "p", "No run has an analysis yet: ", code("dualres analyze RUN…"), " makes them, then make this page again."
-        )
-    runs = f"One run of each method is shown, the first seed that has an analysis: {summary.listed(used)}."
-    how = f"Looked at: {ways[0]}."
-    if len(ways) > 1:
-        how = f"They were not all looked at in the same way, so compare with care: {'; or '.join(ways)}."
-    return join(tag("p", runs), tag("p", how), *(analyses.as_html(section) for section in sections))
+    """The figures of `dualres analyze`, side by side: of each method, the first seed that was analyzed."""
+    several = len({group.scale for group in groups}) > 1
+    found: dict[str, Analysis] = {}
+    used = []
+    for group in groups:
+        there = ((run, read_analysis(run.folder / FOLDER)) for run in group.runs)
+        run, analysis = next(((run, analysis) for run, analysis in there if analysis is not None), (None, None))
+        if run is not None and analysis is not None:
+            name = f"{group.scale} {group.method}" if several else group.method
+            found[name] = analysis
+            used.append(f"{name} (seed {run.seed}, {run.folder.name})")
+    if not found:
+        return tag("p", "No run has been analyzed: run ", code("dualres analyze RUN…"), ", then make this page again.")
+    protocols = list(dict.fromkeys(analysis.protocol() for analysis in found.values()))
+    how = f"Protocol: {protocols[0]}."
+    if len(protocols) > 1:
+        how = f"Protocols differ, so compare with care: {'; or '.join(protocols)}."
+    runs = f"Each method is shown by one run, its first analyzed seed: {summary.listed(used)}."
+    return join(tag("p", runs), tag("p", how), *(analysis_section(section) for section in sections(found)))
+
+
+def analysis_section(section: Section) -> Markup:
+    return join(
+        tag("h3", section.title, id=f"analysis-{section.name}"),
+        tag("p", section.text),
+        tag("div", *(_figure(section.title, panel) for panel in section.panels), class_="panels"),
+    )
+
+
+def _figure(title: str, panel: Panel) -> Markup:
+    size = re.search(r'<svg[^>]* width="([\d.]+)pt"', panel.svg)
+    wide = {"class_": "wide"} if size is not None and float(size[1]) > HALF_PAGE else {}
+    return tag("figure", svg_image(panel.svg, f"{title}, {panel.method}"), tag("figcaption", panel.method), **wide)
+
+
+def _config(group: Group) -> Markup:
+    seeds = ", ".join(str(run.seed) for run in group.runs)
+    return fill(
+        "config",
+        method=group.method,
+        scale=group.scale,
+        seeds=f"{'seed' if len(group.runs) == 1 else 'seeds'} {seeds}",
+        made_by=_made_by(group),
+        seed=str(group.runs[0].seed),
+        yaml=as_yaml(group.config),
+    )
+
+
+def _made_by(group: Group) -> Markup:
+    first = group.runs[0]
+    if first.start is not None:
+        return tag("p", "It started from the weights of ", code(first.start), " (train --from): no command is shown.")
+    if group.origin is None:
+        return tag("p", "No shipped configs lead to this config, so there is no command to show.")
+    processes = (first.summary or {}).get("processes", 1)
+    others = ", ".join(str(run.seed) for run in group.runs[1:])
+    more = f" Other seeds: train.seed={others}." if others else ""
+    return join(
+        tag("p", f"Command for seed {first.seed}, without --out.{more}"),
+        tag("pre", code(command(group.origin, str(first.data), processes))),
+    )

@@ -1,57 +1,71 @@
-"""The paper's published losses, called the paper's, beside ours at our scale."""
+"""The paper's published losses next to ours at our scale."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from dualres.config.loading import load_config
 from dualres.config.paper import KV_ABLATION, SIZE_SWEEP, PrintedLoss
-from dualres.report.comparison import Compared
-from dualres.report.groups import Group
-from dualres.report.html import Markup, code
+from dualres.report.comparison import ComparisonRow, count_parameters
+from dualres.report.html import MINUS, Markup, RowGroup, code, signed, two_lines
+from dualres.report.html import table as html_table
 from dualres.report.statistics import paired_difference
-from dualres.report.tables import MINUS, Block, beneath, difference, html_table
+from dualres.util.tables import table
 
-ONE_COLUMN = {"0.5b-vproj": "0.5b"}  # a narrower feed-forward pays for the maps of VProj: the paper has one 0.5B
-
-
-def paper_losses(compared: Sequence[Compared]) -> list[Markup]:
-    """Its two loss tables, each where one of its methods was run here."""
-    made = [_beside("size sweep", SIZE_SWEEP, compared), _beside("key–value ablation", KV_ABLATION, compared)]
-    return [table for table in made if table is not None]
+PRESETS = {"size-sweep": SIZE_SWEEP, "kv-ablation": KV_ABLATION}
+ONE_COLUMN = {"0.5b-vproj": "0.5b"}  # VProj with a narrower feed-forward; the paper lists it under 0.5B
 
 
-def _beside(name: str, printed: Sequence[PrintedLoss], compared: Sequence[Compared]) -> Markup | None:
-    """A row per method of the paper, every loss with its difference to that of the first row."""
+def as_text(printed: Sequence[PrintedLoss], rows: Sequence[ComparisonRow], scales: Mapping[str, str]) -> str:
+    """A loss table of the paper with ours where available; `scales` maps the paper's scales to ours.
+
+    Parameters are those of the model as configured, without the vocabulary.
+    """
+    ours = {(row.group.scale, row.group.residual): row.loss for row in rows}
+    lines = []
+    for cell in printed:
+        scale = scales.get(cell.scale, cell.scale)
+        loss = ours.get((scale, cell.residual))
+        count = count_parameters(load_config(scale, cell.residual))
+        size = count.total - count.vocabulary
+        lines.append([cell.name, cell.scale, size, cell.loss, scale, "not run" if loss is None else loss.text()])
+    return table(["method", "scale", "parameters", "paper's loss", "run at", "our validation loss"], lines)
+
+
+def as_html(rows: Sequence[ComparisonRow]) -> list[Markup]:
+    """The paper's two loss tables, each if one of its methods was run here."""
+    made = [_beside("size sweep", SIZE_SWEEP, rows), _beside("key–value ablation", KV_ABLATION, rows)]
+    return [each for each in made if each is not None]
+
+
+def _beside(name: str, printed: Sequence[PrintedLoss], compared: Sequence[ComparisonRow]) -> Markup | None:
+    """A row per method of the paper; every loss with its difference to the first row's."""
     titles = {cell.residual: cell.name for cell in printed}
     base = next(iter(titles))
     theirs = {(cell.residual, ONE_COLUMN.get(cell.scale, cell.scale)): cell.loss for cell in printed}
     ours = {
-        (made.group.residual, made.group.place): made
-        for made in compared
-        if made.group.residual in titles and made.group.is_shipped
+        (row.group.residual, row.group.heading): row
+        for row in compared
+        if row.group.residual in titles and row.group.is_shipped
     }
     if not ours:
         return None
-    scales, places = (list(dict.fromkeys(place for _, place in found)) for found in (theirs, ours))
+    scales, headings = (list(dict.fromkeys(column for _, column in found)) for found in (theirs, ours))
     rows = []
     for residual, title in titles.items():
         cells = [_printed(theirs[residual, scale], theirs[base, scale]) for scale in scales]
-        cells += [_measured(ours.get((residual, place)), ours.get((base, place))) for place in places]
-        rows.append([beneath(title, code(residual)), *cells])
-    header = ["method", *(f"the paper, {scale}" for scale in scales), *(f"here, {place}" for place in places)]
-    caption = f"The paper's {name}, and ours: validation loss, beneath it the difference to {titles[base]}"
-    return html_table(caption, header, [Block("", rows)])
+        cells += [_measured(ours.get((residual, heading)), ours.get((base, heading))) for heading in headings]
+        rows.append([two_lines(title, code(residual)), *cells])
+    header = ["method", *(f"the paper, {scale}" for scale in scales), *(f"here, {heading}" for heading in headings)]
+    caption = f"The paper's {name} and ours: validation loss, with the difference to {titles[base]} below it"
+    return html_table(caption, header, [RowGroup("", rows)])
 
 
 def _printed(loss: str, base: str) -> str:
     apart = float(loss) - float(base)
-    return beneath(loss, f"{apart:+.3f}".replace("-", MINUS) if apart else "")
+    return two_lines(loss, f"{apart:+.3f}".replace("-", MINUS) if apart else "")
 
 
-def _measured(made: Compared | None, base: Compared | None) -> str:
-    if made is None:
+def _measured(row: ComparisonRow | None, base: ComparisonRow | None) -> str:
+    if row is None:
         return "not run"
-    apart = None if base is None or base is made else paired_difference(_losses(made.group), _losses(base.group))
-    return beneath(made.row.loss.text(), "" if apart is None else difference(apart))
-
-
-def _losses(group: Group) -> dict[int, float]:
-    return {run.seed: run.summary["validation_loss"] for run in group.finished if run.summary is not None}
+    apart = None if base is None or base is row else paired_difference(row.group.losses, base.group.losses)
+    return two_lines(row.loss.text(), "" if apart is None else signed(apart))

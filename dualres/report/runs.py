@@ -1,4 +1,4 @@
-"""Run folders as they are given: those of `dualres train`, or folders that hold some."""
+"""Reads run folders, or the run folders inside a given folder."""
 
 import math
 from collections.abc import Sequence
@@ -14,13 +14,13 @@ Curve = tuple[tuple[int, float], ...]  # tokens, value
 
 
 class Run(NamedTuple):
-    """What a run's folder holds. One that has taken no step has empty curves."""
+    """The contents of a run folder; the curves are empty before the first step."""
 
     folder: Path
     config: Config
-    data: Path  # the prepared folder, as it was called when the run began
-    content: str  # the same for the same data
-    start: str | None  # the model whose weights it began with
+    data: Path  # the prepared data, under the path it had when the run started
+    content: str  # hash of the data
+    start: str | None  # the model whose weights the run started from
     summary: dict[str, Any] | None  # None: not finished
     training: Curve  # loss
     validation: Curve  # loss
@@ -28,45 +28,27 @@ class Run(NamedTuple):
 
     @property
     def seed(self) -> int:
-        """Of the data order and the start."""
         return self.config.train.seed
 
 
 def find_runs(given: Sequence[Path]) -> list[Run]:
-    """The runs of all folders, each once, in the given order; those inside of a folder by name."""
+    """The runs of all given folders, each once, in the given order; runs inside a folder are sorted by name."""
     folders: dict[Path, Path] = {}
     for path in given:
         for folder in _run_folders(path):
             folders.setdefault(folder.resolve(), folder)
-    return [_read(folder) for folder in folders.values()]
+    return [read_run(folder) for folder in folders.values()]
 
 
-def _run_folders(path: Path) -> list[Path]:
-    if not path.is_dir():
-        what = "is a file" if path.exists() else "does not exist"
-        raise ConfigError(f"RUN {path} {what}: give the folder of a run or of a suite")
-    inside = [path] if _has_metrics(path) else sorted(folder for folder in path.iterdir() if _has_metrics(folder))
-    if not inside:
-        raise ConfigError(
-            f"RUN {path} is no run and holds none: a run has {CONFIG} and {METRICS}, which `dualres train` and "
-            "`dualres suite` write; give such a folder, or the one that holds them"
-        )
-    return inside
-
-
-def _has_metrics(folder: Path) -> bool:
-    return is_run(folder) and (folder / METRICS).is_file()
-
-
-def _read(folder: Path) -> Run:
+def read_run(folder: Path) -> Run:
     described = read_description(folder)
     rows = read_rows(folder / METRICS)
     if not rows and (folder / METRICS).stat().st_size > 0:
-        raise _damaged(folder, "no row of it is whole")
+        raise _damaged(folder, "it has no complete row")
     tokens = {_number(folder, row, "step"): int(_number(folder, row, "tokens")) for row in rows if "loss" in row}
 
     def curve(key: str) -> Curve:
-        return tuple((_at(folder, row, tokens), _number(folder, row, key)) for row in rows if key in row)
+        return tuple((_tokens_at(folder, row, tokens), _number(folder, row, key)) for row in rows if key in row)
 
     return Run(
         folder,
@@ -81,17 +63,31 @@ def _read(folder: Path) -> Run:
     )
 
 
+def _run_folders(path: Path) -> list[Path]:
+    if not path.is_dir():
+        what = "is a file" if path.exists() else "does not exist"
+        raise ConfigError(f"RUN {path} {what}: pass the folder of a run or of a suite")
+    found = [path] if _has_metrics(path) else sorted(filter(_has_metrics, path.iterdir()))
+    if not found:
+        raise ConfigError(
+            f"RUN {path} is not a run and contains none: `dualres train` and `dualres suite` write runs, with {CONFIG} "
+            f"and {METRICS}; pass such a folder or its parent"
+        )
+    return found
+
+
+def _has_metrics(folder: Path) -> bool:
+    return is_run(folder) and (folder / METRICS).is_file()
+
+
 def _summary(folder: Path) -> dict[str, Any]:
     summary = read_summary(folder)
     if not isinstance(summary.get("validation_loss"), int | float):
-        raise TrainError(
-            f"{folder / SUMMARY} has no validation_loss: remove it and give the run's command again, which writes it "
-            "anew"
-        )
+        raise TrainError(f"{folder / SUMMARY} has no validation_loss: delete it and run the training command again")
     return {"tokens_per_second": None, "peak_memory": None, **summary}
 
 
-def _at(folder: Path, row: Any, tokens: dict[float, int]) -> int:
+def _tokens_at(folder: Path, row: Any, tokens: dict[float, int]) -> int:
     step = _number(folder, row, "step")
     if step not in tokens:
         raise _damaged(folder, f"step {step:g} has no training loss")

@@ -1,11 +1,11 @@
-"""Means over seeds, with 95% intervals by Student's t; and differences that are paired by seed."""
+"""Means over seeds with 95% confidence intervals by Student's t, and differences paired by seed."""
 
 import math
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-# The 97.5% point of Student's t for 1, 2, … 30 degrees of freedom.
+# The 97.5% quantile of Student's t for 1, 2, … 30 degrees of freedom.
 T_POINTS = (
     *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
     *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
@@ -13,8 +13,8 @@ T_POINTS = (
 )
 
 
-class Estimate(NamedTuple):
-    """A mean and half the width of its 95% interval; no width from a single value."""
+class Interval(NamedTuple):
+    """A mean and half the width of its 95% confidence interval, which a single value does not have."""
 
     mean: float
     half: float | None
@@ -26,23 +26,23 @@ class Estimate(NamedTuple):
         return mean if self.half is None else f"{mean} ± {self.half:.{digits}f}"
 
 
-def estimate(values: Sequence[float]) -> Estimate:
+def estimate(values: Sequence[float]) -> Interval:
     """x̄ ± t · s / √n"""
     count = len(values)
     if count == 1:
-        return Estimate(values[0], None, 1)
+        return Interval(values[0], None, 1)
     half = t_point(count - 1) * statistics.stdev(values) / math.sqrt(count)
-    return Estimate(statistics.fmean(values), half, count)
+    return Interval(statistics.fmean(values), half, count)
 
 
-def paired_difference(ours: Mapping[int, float], base: Mapping[int, float]) -> Estimate | None:
-    """Of the seeds that both have: the same data order and the same branch weights, so most of the noise cancels."""
+def paired_difference(ours: Mapping[int, float], base: Mapping[int, float]) -> Interval | None:
+    """Over the seeds that both have: data order and branch weights are equal, so most of the noise cancels."""
     both = sorted(ours.keys() & base.keys())
     return estimate([ours[seed] - base[seed] for seed in both]) if both else None
 
 
 def t_point(freedom: int) -> float:
-    """The 97.5% point; beyond the table by its expansion around the normal distribution's."""
+    """The 97.5% quantile; beyond the table by its expansion around the normal distribution's."""
     if freedom <= len(T_POINTS):
         return T_POINTS[freedom - 1]
     z = statistics.NormalDist().inv_cdf(0.975)

@@ -1,4 +1,4 @@
-"""The runs of a suite: every scale, method, learning rate and seed with the same data order and budget."""
+"""The runs of a suite: every scale, method, learning rate and seed, with equal data order and budget."""
 
 import signal
 import subprocess
@@ -7,22 +7,21 @@ import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from dualres.config.loading import load_config, short_name
 from dualres.config.schema import Config, ConfigError
 from dualres.data.shards import read_index
 from dualres.model.decoder import build_decoder
+from dualres.report.groups import Group
+from dualres.report.runs import Run, read_run
 from dualres.train.engines.build import engine_name
 from dualres.train.loop import check_batch, check_vocabulary
-from dualres.train.metrics import METRICS, read_rows
-from dualres.train.run_folder import SUMMARY, check_config, check_data, has_started, read_summary
-
-BASE = "standard"  # what the others are compared with
+from dualres.train.run_folder import SUMMARY, check_config, check_data, has_started
 
 
-class Cell(NamedTuple):
-    """One run."""
+class SuiteRun(NamedTuple):
+    """One run of a suite, done or not."""
 
     scale: str  # name or path
     residual: str  # name or path
@@ -31,118 +30,117 @@ class Cell(NamedTuple):
 
     @property
     def method(self) -> str:
-        """How the residual is called in tables."""
         return short_name(self.residual)
 
     @property
     def name(self) -> str:
-        """The run's folder."""
+        """Name of its folder."""
         rate = "" if self.learning_rate is None else f"-lr{self.learning_rate:g}"
         return f"{short_name(self.scale)}-{self.method}{rate}-seed{self.seed}"
 
     def overrides(self) -> list[str]:
-        """Seed and rate; the schedule still ends at a tenth."""
+        """Seed and learning rate; the schedule still ends at a tenth of the peak."""
         rate = self.learning_rate
         rates = [] if rate is None else [f"train.learning_rate={rate!r}", f"train.min_learning_rate={rate / 10!r}"]
         return [f"train.seed={self.seed}", *rates]
 
 
 @dataclass(frozen=True)
-class Matrix:
-    """What a suite runs and where."""
+class Suite:
+    """What to run, and how."""
 
-    cells: tuple[Cell, ...]
+    runs: tuple[SuiteRun, ...]
     data: Path
     out: Path
     overrides: tuple[str, ...] = ()
     processes: int = 1
     device: str | None = None
 
-    def config(self, cell: Cell) -> Config:
-        """The experiment of one run."""
-        return load_config(cell.scale, cell.residual, [*self.overrides, *cell.overrides()])
+    def config(self, run: SuiteRun) -> Config:
+        return load_config(run.scale, run.residual, [*self.overrides, *run.overrides()])
+
+    def is_finished(self, run: SuiteRun) -> bool:
+        return (self.out / run.name / SUMMARY).exists()
 
 
-class Result(NamedTuple):
-    """A finished run."""
-
-    cell: Cell
-    summary: dict[str, Any]
-    curve: tuple[tuple[int, float], ...]  # tokens, training loss
-    validation: tuple[tuple[int, float], ...]  # tokens, validation loss
-
-
-def cells(
+def all_runs(
     pairs: Sequence[tuple[str, str]], seeds: Sequence[int], rates: Sequence[float | None] = (None,)
-) -> tuple[Cell, ...]:
-    """Every (scale, residual) with every seed and rate, seed by seed: of an early look, the first seed is whole."""
-    return tuple(Cell(scale, residual, seed, rate) for seed in seeds for rate in rates for scale, residual in pairs)
+) -> tuple[SuiteRun, ...]:
+    """Every (scale, residual) with every seed and rate; the first seed completes before the second starts."""
+    return tuple(SuiteRun(scale, residual, seed, rate) for seed in seeds for rate in rates for scale, residual in pairs)
 
 
-def check(matrix: Matrix) -> None:
-    """Refuse configs that differ from those of runs that have started, and runs that would share a folder."""
-    names = [cell.name for cell in matrix.cells]
+def check(suite: Suite) -> None:
+    """Refuse runs that would share a folder, and configs that differ from those of started runs."""
+    names = [run.name for run in suite.runs]
     for name in names:
         if names.count(name) > 1:
-            raise ConfigError(f"two runs of the suite are called {name}: give files of different names, each once")
-    for cell in matrix.cells:
-        config = matrix.config(cell)
-        if has_started(matrix.out / cell.name):
-            check_config(matrix.out / cell.name, config)
+            raise ConfigError(f"two runs of the suite are called {name}: use each file once, with distinct names")
+    for run in suite.runs:
+        config = suite.config(run)
+        if has_started(suite.out / run.name):
+            check_config(suite.out / run.name, config)
 
 
-def check_start(matrix: Matrix) -> None:
-    """Refuse before the first run what would stop a later one, and other data than those of finished runs."""
-    left = [cell for cell in matrix.cells if not (matrix.out / cell.name / SUMMARY).exists()]
+def check_start(suite: Suite) -> None:
+    """Refuse up front whatever would stop a later run, and data that differ from those of started runs."""
+    left = [run for run in suite.runs if not suite.is_finished(run)]
     if not left:
         return
-    index = read_index(matrix.data)
-    for cell in matrix.cells:
-        if has_started(matrix.out / cell.name):
-            check_data(matrix.out / cell.name, matrix.data, index)
-    for cell in left:
-        config = matrix.config(cell)
-        check_batch(config, matrix.processes)
-        engine_name(config, matrix.processes)
-        check_vocabulary(config, matrix.data, index)
+    index = read_index(suite.data)
+    for run in suite.runs:
+        if has_started(suite.out / run.name):
+            check_data(suite.out / run.name, suite.data, index)
+    for run in left:
+        config = suite.config(run)
+        check_batch(config, suite.processes)
+        engine_name(config, suite.processes)
+        check_vocabulary(config, suite.data, index)
         try:
             build_decoder(config.model, config.residual, device="meta")
         except ConfigError as error:
-            raise ConfigError(f"{cell.name}: {error}") from None
+            raise ConfigError(f"{run.name}: {error}") from None
 
 
-def run_all(matrix: Matrix, say: Callable[[str], None]) -> list[Cell]:
-    """Run what is not finished yet, one after the other, each in a process of its own. -> those that failed"""
+def run_all(suite: Suite, say: Callable[[str], None]) -> list[SuiteRun]:
+    """Run what is not finished, one run after another, each in its own process. -> failed runs"""
     failed = []
-    for number, cell in enumerate(matrix.cells, start=1):
-        folder = matrix.out / cell.name
-        title = f"run {number}/{len(matrix.cells)}  {cell.name}"
-        if (folder / SUMMARY).exists():
-            say(f"{title}: finished before")
+    for number, run in enumerate(suite.runs, start=1):
+        title = f"run {number}/{len(suite.runs)}  {run.name}"
+        if suite.is_finished(run):
+            say(f"{title}: already finished")
             continue
         say(title)
-        code = _run(matrix, cell, folder)
+        code = _launch(suite, run)
         if code != 0:
-            failed.append(cell)
+            failed.append(run)
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
-            say(f"{cell.name} {how}; the others go on")
-        elif not (folder / SUMMARY).exists():
-            raise KeyboardInterrupt  # it was asked to stop, and has saved
+            say(f"{run.name} {how}; continuing with the others")
+        elif not suite.is_finished(run):
+            raise KeyboardInterrupt  # it was asked to stop, and saved a checkpoint
     return failed
 
 
-def results(matrix: Matrix) -> list[Result]:
-    """Those that are finished."""
-    there = [cell for cell in matrix.cells if (matrix.out / cell.name / SUMMARY).exists()]
-    return [_result(cell, matrix.out / cell.name) for cell in there]
+def finished_runs(suite: Suite) -> dict[SuiteRun, Run]:
+    return {run: read_run(suite.out / run.name) for run in suite.runs if suite.is_finished(run)}
 
 
-def _run(matrix: Matrix, cell: Cell, folder: Path) -> int:
-    many = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={matrix.processes}"]
-    command = [sys.executable, *(many if matrix.processes > 1 else []), "-m", "dualres", "train"]
-    command += [cell.scale, cell.residual, "--data", str(matrix.data), "--out", str(folder)]
-    command += ["--device", matrix.device] if matrix.device else []
-    for override in (*matrix.overrides, *cell.overrides()):
+def group_by_rate(found: dict[SuiteRun, Run]) -> list[Group]:
+    """The seeds of every scale, method and learning rate; a suite's names stay as they were given."""
+    alike: dict[tuple[str, str, str], list[Run]] = {}
+    for run, read in found.items():
+        rate = "" if run.learning_rate is None else f"{run.learning_rate:g}"
+        alike.setdefault((run.scale, run.method, rate), []).append(read)
+    return [Group(scale, method, tuple(runs), {}, rate) for (scale, method, rate), runs in alike.items()]
+
+
+def _launch(suite: Suite, run: SuiteRun) -> int:
+    """Run `dualres train` in a process of its own. -> exit code"""
+    many = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={suite.processes}"]
+    command = [sys.executable, *(many if suite.processes > 1 else []), "-m", "dualres", "train"]
+    command += [run.scale, run.residual, "--data", str(suite.data), "--out", str(suite.out / run.name)]
+    command += ["--device", suite.device] if suite.device else []
+    for override in (*suite.overrides, *run.overrides()):
         command += ["--set", override]
     process: subprocess.Popen[bytes] | None = None
     stopped = False
@@ -159,7 +157,7 @@ def _run(matrix: Matrix, cell: Cell, folder: Path) -> int:
         if stopped:
             process.terminate()
         code = process.wait()
-    except KeyboardInterrupt:  # Ctrl-C reaches the run too: let it save
+    except KeyboardInterrupt:  # Ctrl-C reaches the run as well: let it save
         if process is not None:
             process.wait()
         raise
@@ -168,11 +166,3 @@ def _run(matrix: Matrix, cell: Cell, folder: Path) -> int:
     if stopped:
         raise KeyboardInterrupt
     return code
-
-
-def _result(cell: Cell, folder: Path) -> Result:
-    rows = read_rows(folder / METRICS)
-    tokens = {row["step"]: row["tokens"] for row in rows if "tokens" in row}
-    curve = tuple((row["tokens"], row["loss"]) for row in rows if "loss" in row)
-    validation = tuple((tokens[row["step"]], row["validation_loss"]) for row in rows if "validation_loss" in row)
-    return Result(cell, read_summary(folder), curve, validation)

@@ -45,4 +45,5 @@ def _identity(update: Tensor, streams: int, times: int) -> Tensor:
     """Coefficients of updates (B,T,D) that go to one stream each, in turn. -> (times·J,J,B,T)"""
     precise = torch.promote_types(update.dtype, torch.float32)
     unit = torch.eye(streams, dtype=precise, device=update.device).repeat(times, 1)
-    return unit[:, :, None, None].expand(*unit.shape, *update.shape[:-1]).contiguous()
+    tokens = update.shape[:-1]
+    return unit.view(*unit.shape, *[1] * len(tokens)).expand(*unit.shape, *tokens).contiguous()

@@ -91,6 +91,13 @@ class Pathway(nn.Module):
         """
         return None
 
+    def depth_weights(self, history: History, state: Any, i: int) -> Tensor | None:
+        """Lens for analysis: the weights π (R,O,B,T) with which branch i reads over depth; None without retrieval.
+
+        For a state that `open` or `write` returned, and the history of its block.
+        """
+        return None
+
 
 class LastState(nn.Module):
     """The readout of a pathway without history: the streams of H_N, summed."""
@@ -103,7 +110,17 @@ class LastState(nn.Module):
         """At the zero start every one of the J streams is the standard residual's state."""
         return 1 / streams
 
+    def stream_count(self, stored: int) -> int:
+        """Lens for analysis: how many of the `stored` tensors of a state are streams."""
+        return stored
+
+    def depth_weights(self, history: History) -> Tensor | None:
+        """Lens for analysis: the output reads the last state alone."""
+        return None
+
 
 def embed(embedding: Tensor, streams: int) -> History:
-    """H_0: the embedding in each of J streams. (B,T,D) -> one state (J,B,T,D)"""
+    """H_0: the embedding in each of J streams. (B,T,D), or any other token axes -> one state (J,B,T,D)"""
+    if embedding.ndim == 0:
+        raise ValueError("the embedding is a single number: it must be (…, width)")
     return (embedding.expand(streams, *embedding.shape).contiguous(),)

@@ -81,6 +81,14 @@ class Retrieving(Pathway):
         """The same state with other live streams (J,B,T,D)."""
         return state._replace(live=of_streams(live))
 
+    def depth_weights(self, history: History, state: State, i: int) -> Tensor:
+        """π of branch i over the history and, after the first write, the live streams. -> (R,O,B,T)"""
+        live, query = self.streams(state), self.query(i)
+        candidates = [*history, *([] if live is None else [live])]
+        if query is None:  # H_0 is the only candidate
+            query = candidates[0].new_zeros(len(self.route.key), candidates[0].shape[-1])
+        return ops.depth_weights(candidates, query[None], self.route, self.eps)[:, 0]
+
 
 class Retrieval(nn.Module):
     """The readout of a pathway with history: output queries over H_0 … H_N, the output streams summed."""
@@ -98,3 +106,11 @@ class Retrieval(nn.Module):
     def start_divisor(self, streams: int, states: int) -> float:
         """The number of candidates; every output stream is their mean, and they are added."""
         return states / len(self.route.value)
+
+    def stream_count(self, stored: int) -> int:
+        """The output streams: value projection stores its one stream twice, as key and as value."""
+        return len(self.route.value)
+
+    def depth_weights(self, history: History) -> Tensor:
+        """π of the output over H_0 … H_N. -> (R,O,B,T)"""
+        return ops.depth_weights(history, self.queries(), self.route, self.eps)[:, 0]

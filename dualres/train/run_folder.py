@@ -59,11 +59,11 @@ def is_run(folder: Path) -> bool:
     """Whether `dualres train` wrote the folder: its config says so, or what a run leaves beside a damaged one."""
     try:
         described = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-        return {"config", "data"} <= described.keys() or begun(folder)
+        return {"config", "data"} <= described.keys() or has_started(folder)
     except OSError:
         return False
     except (ValueError, AttributeError):
-        return begun(folder)
+        return has_started(folder)
 
 
 def open_run(folder: Path, config: Config, data: Path, index: Index, start: Path | None = None) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dualres.analyze import figures
-from dualres.analyze.analysis_files import FOLDER, read_analysis
+from dualres.analyze.analysis import FOLDER, read_analysis
 from dualres.cli import main
 from dualres.hub.export import export
 from dualres.train.checkpoint import found
@@ -51,7 +51,7 @@ def here(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests that look at no picture: drawing takes most of the time."""
-    monkeypatch.setattr(figures, "draw_one", lambda analysis, folder: [])
+    monkeypatch.setattr(figures, "draw_one", lambda analysis, folder: None)
 
 
 def files(folder: Path) -> set[str]:
@@ -101,7 +101,7 @@ def test_what_was_done_is_not_done_again(here: Path, capsys: pytest.CaptureFixtu
     assert main(["analyze", "dar", "--data", "data", *FEW]) == 0
     stamp = (here / "dar" / FOLDER / "analysis.json").stat().st_mtime_ns
     assert main(["analyze", "dar", "--data", "data", *FEW]) == 0
-    assert "was looked at before" in capsys.readouterr().err
+    assert "already analyzed" in capsys.readouterr().err
     assert (here / "dar" / FOLDER / "analysis.json").stat().st_mtime_ns == stamp
     assert main(["analyze", "dar", "--data", "data", *FEW, "--length", "16"]) == 0
     assert (here / "dar" / FOLDER / "analysis.json").stat().st_mtime_ns > stamp
@@ -126,7 +126,7 @@ def test_the_data_of_a_run_are_known(here: Path, place: Path, capsys: pytest.Cap
     described["data"]["folder"] = "gone"
     (here / "mhc" / "config.json").write_text(json.dumps(described))
     assert main(["analyze", "mhc", *FEW]) == 2
-    assert "gone, which is not there: give --data" in capsys.readouterr().err
+    assert "no longer in gone: pass --data" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -154,16 +154,16 @@ def test_figures_of_a_page(here: Path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nothing", "--data", "data"], "nothing is neither a run's folder nor a saved dualres model"),
-        (["dar", "nothing", "--data", "data"], "nothing is neither a run's folder nor a saved dualres model"),
+        (["nothing", "--data", "data"], "nothing is neither a run folder nor an exported dualres model"),
+        (["dar", "nothing", "--data", "data"], "nothing is neither a run folder nor an exported dualres model"),
         (["dar", "mhc", "--data", "data", "--out", "data/index.json"], "is a file: name a folder"),
-        (["exported"], "no run that names its data: give --data"),
+        (["exported"], "exported is not a run: pass --data"),
         (["dar", "--data", "nothing"], "nothing"),
         (["dar", "--data", "data", "--sequences", "0"], "--sequences 0 is not positive"),
-        (["dar", "--data", "data", "--length", "33"], "--length 33 is more than dar can read: use at most 32"),
-        (["dar", "--data", "data", "--sequences", "100000"], "sequences of 32 tokens and 100000 are asked for: lower"),
+        (["dar", "--data", "data", "--length", "33"], "--length 33 exceeds the context of dar: use at most 32"),
+        (["dar", "--data", "data", "--sequences", "100000"], "sequences of 32 tokens, 100000 are requested: lower"),
         (["dar", "dar", "--data", "data"], "two models are called dar"),
-        (["exported", "--data", "data", "--checkpoint", "best"], "not a run: --checkpoint does not apply"),
+        (["exported", "--data", "data", "--checkpoint", "best"], "--checkpoint does not apply"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -188,7 +188,7 @@ def test_broken_weights_and_files(here: Path, capsys: pytest.CaptureFixture[str]
     whole = (here / "dar" / FOLDER / "analysis.json").read_text()
     (here / "dar" / FOLDER / "analysis.json").write_text("{")
     assert main(["analyze", "dar", "--data", "data", *FEW]) == 0
-    assert "make it anew with `dualres analyze`: that is done now" in capsys.readouterr().err
+    assert "analysis.json cannot be read" in capsys.readouterr().err
     assert (here / "dar" / FOLDER / "analysis.json").read_text() == whole
     for path in here.glob("exported/tokenizer*"):
         path.rename(path.with_name(f"no-{path.name}"))
@@ -202,7 +202,7 @@ def test_broken_weights_and_files(here: Path, capsys: pytest.CaptureFixture[str]
     tensors = load_file(path)
     save_file({name: torch.full_like(value, torch.nan) for name, value in tensors.items()}, path, {"format": "pt"})
     assert main(["analyze", "exported", "--data", "data", *FEW]) == 2
-    assert "not finite in sequence 1: look at its weights" in capsys.readouterr().err
+    assert "not finite in sequence 1: check its weights" in capsys.readouterr().err
     assert not (here / "exported" / FOLDER).exists()
     [*_, last] = found(here / "mhc" / CHECKPOINTS)
     file = max((path for path in last.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)

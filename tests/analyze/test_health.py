@@ -7,7 +7,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from dualres.analyze.analysis import Protocol, analyse
+from dualres.analyze.analysis import Protocol, analyze
 from dualres.analyze.health import health
 from dualres.train.metrics import TENSORBOARD
 from tests.small import RESIDUALS, model_config, random_tokens, stirred
@@ -80,7 +80,7 @@ def test_the_same_numbers_as_an_analysis():
     decoder = stirred(model_config(), RESIDUALS["dar-block"], noise=0.1)
     tokens = random_tokens(1, 32)
     found = health(decoder.stack, lambda: decoder(tokens))
-    analysis = analyse(decoder, tokens, Protocol(1, 32, 1), {})
+    analysis = analyze(decoder, tokens, Protocol(1, 32, 1), {})
     assert found["analysis/cka"] == pytest.approx(analysis.summary["mean_cka_same_layer"], abs=1e-12)
     assert found["analysis/write_gap"] == pytest.approx(analysis.summary["mean_absolute_write_gap"], abs=1e-12)
     assert found["analysis/divergence"] == pytest.approx(analysis.summary["mean_divergence"], abs=1e-12)

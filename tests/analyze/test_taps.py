@@ -1,6 +1,8 @@
 """Taps: watching changes no bit and leaves no trace, an intervention does what it says."""
 
-from collections.abc import Iterator
+import copy
+import io
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -25,8 +27,7 @@ def outcome(decoder: Decoder) -> dict[str, Tensor]:
     decoder.zero_grad()
     logits = decoder(TOKENS)
     next_token_loss(logits, TOKENS).backward()
-    named = {name.replace("pathway.pathway", "pathway"): grad for name, grad in gradients(decoder).items()}
-    return {"logits": logits.detach(), **named}
+    return {"logits": logits.detach(), **gradients(decoder)}
 
 
 def everything() -> list[StreamStates | WriteGates | DepthWeights | Norms]:
@@ -42,10 +43,11 @@ def structure(decoder: Decoder) -> list[tuple[str, int, int]]:
 @pytest.mark.parametrize("name", RESIDUALS)
 def test_watching_changes_no_bit(name: str, feedforward: str):
     decoder = stirred(model_config(feedforward), RESIDUALS[name], noise=0.1)
-    wanted, before = outcome(decoder), structure(decoder)
+    wanted, before, names = outcome(decoder), structure(decoder), decoder.state_dict().keys()
     watchers = everything()
     with watching(decoder.stack, *watchers), watching_routers(decoder.stack, RouterWatcher()):
         watched = outcome(decoder)
+        assert decoder.state_dict().keys() == names
     states, norms = watchers[0], watchers[3]
     assert isinstance(states, StreamStates)
     assert isinstance(norms, Norms)
@@ -55,6 +57,35 @@ def test_watching_changes_no_bit(name: str, feedforward: str):
     assert structure(decoder) == before
     again = outcome(decoder)
     assert all(torch.equal(again[key], wanted[key]) for key in wanted)
+
+
+def pickled(decoder: Decoder) -> Decoder:
+    file = io.BytesIO()
+    torch.save(decoder, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
+def test_a_copy_is_not_tapped(copied: Callable[[Decoder], Decoder]):
+    """What is copied while an analysis runs is the model, not the analysis."""
+    decoder = stirred(model_config("moe"), RESIDUALS["dar-block"], noise=0.1)
+    wanted, norms, routers = outcome(decoder), Norms(), RouterWatcher()
+    with (
+        replacing(next(iter(decoder.stack)), 1, torch.zeros_like),
+        watching(decoder.stack, norms),
+        watching(decoder.stack, DepthWeights()),
+        watching_routers(decoder.stack, routers),
+    ):
+        other = copied(decoder)
+        found = outcome(other)
+    assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+    assert other.state_dict().keys() == decoder.state_dict().keys()
+    assert not norms.streams
+    assert routers.balance() is None
+    with watching(other.stack, norms):
+        outcome(other)
+    assert len(norms.means()[0]) == 5
 
 
 @pytest.fixture
@@ -73,15 +104,15 @@ def test_compiled_blocks():
     with torch.no_grad():
         plain = decoder(TOKENS)
         compile_blocks(decoder.stack)
-        compiled, runs = decoder(TOKENS), [block.run for block in decoder.stack]
+        compiled, runs = decoder(TOKENS), [block.compiled_run for block in decoder.stack]
         for refused in (watching(decoder.stack), replacing(next(iter(decoder.stack)), 1, torch.zeros_like)):
-            with pytest.raises(ValueError, match=r"without torch\.compile, or run compiled blocks by their plain code"):
+            with pytest.raises(ValueError, match=r"without torch\.compile"):
                 refused.__enter__()
         watcher = StreamStates(4)
         with eager(decoder.stack), watching(decoder.stack, watcher):
             assert torch.equal(decoder(TOKENS), plain)
         assert len(watcher.states()) == 2
-        assert [block.run for block in decoder.stack] == runs
+        assert [block.compiled_run for block in decoder.stack] == runs
         with torch.compiler.set_stance("fail_on_recompile"):
             assert torch.equal(decoder(TOKENS), compiled)
 
@@ -94,7 +125,7 @@ def test_a_compiled_decoder():
     with torch.no_grad():
         wanted = compiled(TOKENS)
         with (
-            pytest.raises(Exception, match=r"analyse the model without torch\.compile"),
+            pytest.raises(Exception, match=r"without torch\.compile"),
             watching(decoder.stack, StreamStates(4)),
         ):
             compiled(TOKENS)

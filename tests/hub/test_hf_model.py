@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, StaticCache
 
 from dualres.data.tokenizer import byte_tokenizer
@@ -196,6 +196,41 @@ def test_gradient_checkpointing_gives_the_same_gradients(residual: str):
     assert all(torch.equal(gradients[0][name], gradients[1][name]) for name in gradients[0])
     model.gradient_checkpointing_disable()
     assert {block.recompute for block in model.decoder.stack} == {"none"}
+
+
+class Adapted(nn.Module):
+    """A linear map with a low-rank adapter whose input is dropped, as LoRA has it."""
+
+    def __init__(self, linear: nn.Linear):
+        super().__init__()
+        self.linear = linear.requires_grad_(False)
+        self.down = nn.Linear(linear.in_features, 4, bias=False)
+        self.up = nn.Linear(4, linear.out_features, bias=False)
+        self.drop = nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + self.up(self.down(self.drop(x)))
+
+
+@pytest.mark.parametrize("residual", ["standard", "dar-block"])
+def test_gradient_checkpointing_of_adapters_that_drop(residual: str):
+    tokens, found = random_tokens(), []
+    for recompute in (False, True):
+        model = small(residual).train().requires_grad_(False)
+        torch.manual_seed(0)
+        for module in list(model.decoder.stack.modules()):
+            for name, child in list(module.named_children()):
+                if isinstance(child, nn.Linear) and not isinstance(module, Adapted):
+                    setattr(module, name, Adapted(child))
+        if recompute:
+            model.gradient_checkpointing_enable()
+            model.enable_input_require_grads()
+        torch.manual_seed(1)
+        loss = model(tokens, labels=tokens).loss
+        loss.backward()
+        found.append([loss, *(p.grad for p in model.parameters() if p.requires_grad)])
+    assert len(found[0]) > 2
+    assert all(torch.equal(ours, wanted) for ours, wanted in zip(*found, strict=True))
 
 
 def _count_runs(model: Any) -> list[int]:

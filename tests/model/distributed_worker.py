@@ -23,12 +23,15 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from dualres.config.schema import MoEConfig
+from dualres.model.activation_checkpointing import Recompute
 from dualres.model.attention import Attention
+from dualres.model.block import NormedBranch, recompute_blocks
 from dualres.model.context import RouterReport
 from dualres.model.decoder import Decoder
 from tests.small import FEEDFORWARDS, RESIDUALS, model_config, random_tokens, relative_error, stirred
 
 RANKS, BATCH, STEPS = 2, 4, 2
+HOW: tuple[Recompute, ...] = ("none", "full", "selective")
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-5}  # relative root mean square
 ZERO = {torch.float64: 1e-12, torch.float32: 1e-9}  # absolute: mHC's first mixing gradient is zero but for rounding
 NOISE = {torch.float64: 0.3, torch.float32: 0.1}
@@ -126,6 +129,36 @@ def equal_to_one_process(
     ]
 
 
+def recomputed_dropout(residual: str, mesh: DeviceMesh) -> list[str]:
+    """FSDP2 with dropout in the branches: recomputation changes no bit of the gradients."""
+    found: dict[Recompute, dict[str, Tensor]] = {}
+    for how in HOW:
+        decoder = small(residual, "dense").double()  # by the equations
+        for module in list(decoder.modules()):
+            if isinstance(module, NormedBranch):
+                module.module = Dropping(module.module)
+        recompute_blocks(decoder.stack, how)
+        torch.manual_seed(dist.get_rank())
+        found[how] = train(fsdp(decoder, mesh), share)
+    return [
+        f"{how}: {name} differs"
+        for how in HOW
+        for name in found["none"]
+        if not found[how][name].equal(found["none"][name])
+    ]
+
+
+class Dropping(nn.Module):
+    """A branch that drops half of its output."""
+
+    def __init__(self, inner: nn.Module):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, h: Tensor, **context: Any) -> Tensor:
+        return nn.functional.dropout(self.inner(h, **context))
+
+
 def near_float32(residual: str, feedforward: str, mesh: DeviceMesh) -> list[str]:
     """FSDP2 that casts to bfloat16: a loss near that of float32, and branches whose context is what was given."""
     tokens = share(batch(0))
@@ -169,6 +202,9 @@ GROUPS: dict[str, dict[str, Case]] = {
         # PyTorch's grouped product, on which experts run, does not exist in float64.
         + [equal(engine, torch.float32, r, "moe") for r in KERNELS for engine in (ddp, fsdp)]
     ),
+    "dropout": {
+        f"{residual}-dropout-fsdp": partial(recomputed_dropout, residual) for residual in ("standard", "dar-block")
+    },
     "bfloat16": {
         f"{residual}-{feedforward}-fsdp-bfloat16": partial(near_float32, residual, feedforward)
         for residual in ("standard", "dar-block")

@@ -5,11 +5,13 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import CheckpointPolicy
 
-from dualres.model.block import recompute_blocks
+from dualres.model.activation_checkpointing import Recompute, keep_products
+from dualres.model.block import NormedBranch, ResidualStack, compile_blocks, recompute_blocks, residual_stack
 from dualres.model.context import RouterReport
 from dualres.model.decoder import Decoder
 from tests.small import FEEDFORWARDS, RESIDUALS, model_config, next_token_loss, random_tokens, stirred
@@ -87,3 +89,84 @@ def test_recomputed_blocks(residual: str, feedforward: str, recompute: Callable[
         assert report.losses.keys() == layers  # counted once although computed twice
         assert all(torch.equal(report.losses[layer], first.losses[layer]) for layer in layers)
     assert recomputed.kept < plain.kept * share
+
+
+def dropping(residual: str) -> ResidualStack:
+    """Branches that drop half of what they compute, by turns with a norm that the pathway applies and their own."""
+    width, generator = 32, torch.manual_seed(0)
+    drop = [nn.Sequential(nn.Linear(width, 24), nn.GELU(), nn.Dropout(), nn.Linear(24, width)) for _ in range(6)]
+    branches: list[nn.Module] = [
+        NormedBranch(nn.RMSNorm(width, eps=1e-6), module) if i % 2 else nn.Sequential(nn.LayerNorm(width), module)
+        for i, module in enumerate(drop)
+    ]
+    stack = residual_stack(branches, width, RESIDUALS[residual])
+    with torch.no_grad():
+        for parameter in stack.parameters():
+            parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+    return stack
+
+
+def step_of_dropping(residual: str, how: Recompute, backend: str | None) -> list[Tensor]:
+    """Output, gradients, and the random number that is drawn next."""
+    stack = dropping(residual)
+    recompute_blocks(stack, how)
+    if backend is not None:
+        torch._dynamo.reset()
+        with torch._dynamo.config.patch(), torch._functorch.config.patch():
+            compile_blocks(stack, backend=backend)
+            return outcome_of_dropping(stack)
+    return outcome_of_dropping(stack)
+
+
+def outcome_of_dropping(stack: ResidualStack) -> list[Tensor]:
+    torch.manual_seed(1)
+    x = torch.randn(2, 7, 32)
+    outputs = [stack(x), stack(x)]
+    assert not torch.equal(*outputs)  # they drop
+    sum(output.square().mean() for output in reversed(outputs)).backward()
+    found = [parameter.grad for parameter in stack.parameters() if parameter.grad is not None]
+    assert len(found) == len(list(stack.parameters()))
+    return [*outputs, *found, torch.rand(3)]
+
+
+slow = pytest.mark.slow
+COMPILED = [
+    pytest.param("dar-block", "full", "aot_eager", id="dar-block-full-aot_eager"),
+    pytest.param("attnres-block", "selective", "aot_eager", id="attnres-block-selective-aot_eager"),
+    *[
+        pytest.param(residual, how, backend, id=f"{residual}-{how}-{backend}", marks=slow)
+        for residual in ("standard", "mhc-2", "attnres-vproj", "dar-full")
+        for how in ("full", "selective")
+        for backend in ("aot_eager", "inductor")
+    ],
+]
+
+
+@pytest.mark.parametrize(
+    ("residual", "how", "backend"),
+    [pytest.param(r, how, None, id=f"{r}-{how}") for r in RESIDUALS for how in ("full", "selective")] + COMPILED,
+)
+def test_dropout_drops_the_same_again(residual: str, how: Recompute, backend: str | None):
+    plain = step_of_dropping(residual, "none", backend)
+    recomputed = step_of_dropping(residual, how, backend)
+    assert all(torch.equal(ours, wanted) for ours, wanted in zip(recomputed, plain, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("operator", "arguments"),
+    [
+        ("_scaled_dot_product_flash_attention", lambda p: (0, 0, 0, p)),
+        ("_scaled_dot_product_efficient_attention", lambda p: (0, 0, 0, None, True, p)),
+        ("_scaled_dot_product_cudnn_attention", lambda p: (0, 0, 0, None, True, p)),
+    ],
+)
+def test_attention_that_drops_weights_runs_again(operator: str, arguments: Callable[[float], tuple[Any, ...]]):
+    """Only GPUs have such attention in one operator. Its kept result would leave the random state behind."""
+    attention = getattr(torch.ops.aten, operator).default
+    keep, again = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
+    assert keep_products(None, attention, *arguments(0.0)) is keep
+    assert keep_products(None, attention, *arguments(0.1)) is again
+    assert keep_products(None, attention, 0, 0, 0) is keep
+    assert keep_products(None, attention, 0, 0, 0, dropout_p=0.1) is again
+    assert keep_products(None, torch.ops.aten.mm.default, 0, 0) is keep
+    assert keep_products(None, torch.ops.aten.gelu.default, 0) is again

@@ -307,7 +307,7 @@ def test_a_compiler_that_cannot_be_used_is_named(monkeypatch: Any):
 
 @pytest.mark.parametrize("asked", ["reference", "cpu", "fast"])
 def test_the_environment_forces_a_kind(asked: str):
-    program = "import torch; from dualres.ops import choice; print(dispatch.kind(torch.empty(1)))"
+    program = "import torch; from dualres.ops import dispatch; print(dispatch.kind(torch.empty(1)))"
     environment = {**os.environ, "DUALRES_OPS": asked}
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
     if asked == "fast":

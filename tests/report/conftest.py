@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from selenium import webdriver
 
-from dualres.analyze.analysis_files import Analysis, write_analysis
+from dualres.analyze.analysis import Analysis, write_analysis
 from dualres.train.metrics import METRICS
 from dualres.train.run_folder import SUMMARY
 from tests.report.browsing import HIGH, start

@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from dualres.report.static_chart import still
 
 from dualres.report.charts import MOST_POINTS, Chart, as_data, loss_charts, router_charts
 from dualres.report.groups import group_runs
 from dualres.report.page import STYLE
 from dualres.report.runs import Curve, Run, find_runs
-from dualres.report.static_chart import still
-from dualres.util.curves import COLOURS, STYLES
+from dualres.util.curves import COLORS, STYLES
 from tests.report.conftest import STEPS
 from tests.train.tiny import rows
 
@@ -73,7 +73,7 @@ def test_colours_and_styles_are_those_of_the_suite(suite: Path):
     [run] = runs_of(suite, falling(20, 0.0))
     many = [changed(run, clip=1.0 + n)._replace(folder=Path(str(n))) for n in range(10)]
     looks = [(series.colour, series.style) for series in drawn(many).series]
-    assert looks == [(n % len(COLOURS), n // len(COLOURS) % len(STYLES)) for n in range(10)]
+    assert looks == [(n % len(COLORS), n // len(COLORS) % len(STYLES)) for n in range(10)]
 
 
 def test_validation_losses_are_points(suite: Path):
@@ -101,7 +101,7 @@ def test_the_still_picture(suite: Path, sparse: Path):
         assert text == still(chart)  # the same bytes for the same runs
         assert text.count("<path") > 5
         for series in chart.series:
-            assert f"stroke: {COLOURS[series.colour].lower()}" in text.lower()
+            assert f"stroke: {COLORS[series.colour].lower()}" in text.lower()
 
 
 def variables(block: str) -> dict[str, str]:
@@ -131,7 +131,7 @@ def test_everything_can_be_seen_on_the_ground(scheme: dict[str, str]):
     for ground in (scheme["ground"], scheme["soft"]):
         for text in ("ink", "quiet", "link"):
             assert contrast(scheme[text], ground) >= 4.5
-    for number in range(len(COLOURS)):
+    for number in range(len(COLORS)):
         line, casing = scheme[f"c{number}"], scheme[f"k{number}"]
         seen = line if casing == "transparent" else casing
         assert contrast(seen, scheme["ground"]) >= 3, number
@@ -139,7 +139,7 @@ def test_everything_can_be_seen_on_the_ground(scheme: dict[str, str]):
 
 
 def test_the_light_colours_are_those_of_the_suite():
-    for number, colour in enumerate(COLOURS):
+    for number, colour in enumerate(COLORS):
         given = LIGHT[f"c{number}"]
         assert (given if len(given) == 7 else "#" + "".join(2 * digit for digit in given[1:])) == colour.lower()
         assert f".c{number} " in STYLE

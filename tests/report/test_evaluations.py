@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from dualres.report.analyses import as_html
 
-from dualres.analyze.analysis_files import Analysis, write_analysis
+from dualres.analyze.analysis import Analysis, write_analysis
 from dualres.analyze.figures import Panel, Section
 from dualres.cli import main
 from dualres.evaluate.tables import REFERENCE, tables
-from dualres.report.analyses import as_html
 from tests.evaluate.test_tables import everything
 from tests.report.reading import Element, evaluation, make, parsed, section
 

@@ -5,11 +5,11 @@ import shlex
 
 import pytest
 import yaml
+from dualres.report.config_settings import as_yaml, differing, plain, settings
+from dualres.report.reproduce_command import Origin, command, origin
 
 from dualres.config.loading import load_config, names
 from dualres.config.schema import Config
-from dualres.report.config_settings import as_yaml, differing, plain, settings
-from dualres.report.reproduce_command import Origin, command, origin
 from tests.train.tiny import tiny_config
 
 OVERRIDES = {

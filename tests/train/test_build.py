@@ -11,7 +11,7 @@ from dualres.model.loss import document_numbers
 from dualres.parallel.mesh import Mesh
 from dualres.train.engines.base import TorchEngine
 from dualres.train.engines.build import build_engine, compile_mode
-from dualres.train.throughput import Speed
+from dualres.train.throughput import Throughput
 from tests.train.tiny import ALONE, tiny_config
 
 END = 256
@@ -66,7 +66,7 @@ def test_recomputation_keeps_less():
 
 
 def test_the_first_steps_are_not_timed():
-    speed = Speed(tiny_config(train__untimed_steps=2), torch.device("cpu"), 1)
+    speed = Throughput(tiny_config(train__untimed_steps=2), torch.device("cpu"), 1)
     speed.seconds = [100.0, 50.0, 1.0, 3.0]
     assert speed.overall() == 2 * 4 * 32 / 4
     speed.seconds = [100.0, 50.0]

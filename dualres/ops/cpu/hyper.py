@@ -30,7 +30,7 @@ def hyper_read(given: HyperInputs) -> tuple[Tensor, Tensor]:
     """See `dualres.ops.autograd.hyper_read`."""
     updates, coefficients = given.updates, given.coefficients
     h, left = torch.empty_like(updates[0]), coefficients.new_empty(len(updates) + 1, *coefficients.shape[1:])
-    inputs, after = _arrays(given), tokenwise(left)
+    inputs, after = _arrays(given), tokenwise(left, 2)
     share(lambda part, first, last: _forward(first, last, inputs, h.data_ptr(), after), coefficients[0, 0].numel())
     return h, left
 
@@ -39,7 +39,7 @@ def _arrays(given: HyperInputs) -> tuple[Any, ...]:
     """The inputs as compiled code takes them; the weights of a gate value are one row over all streams."""
     return (
         begins(given.updates),
-        tokenwise(given.coefficients),
+        tokenwise(given.coefficients, 2),
         tuple(array(gate.flatten(1)) if gate.ndim == 3 else array(gate) for gate in given.gates),
         ABSENT[1] if given.norm is None else array(given.norm),
         given.updates[0].shape[-1],
@@ -155,7 +155,7 @@ def hyper_read_backward(d_h: Tensor, d_left: Tensor, given: HyperInputs) -> list
     d_coefficients = torch.empty_like(given.coefficients)
     parameters = [*given.gates, *([] if given.norm is None else [given.norm])]
     partial = [parameter.new_zeros(parts(tokens), *parameter.shape) for parameter in parameters]
-    rows = d_h.data_ptr(), tokenwise(d_left), begins(d_updates), tokenwise(d_coefficients)
+    rows = d_h.data_ptr(), tokenwise(d_left, 2), begins(d_updates), tokenwise(d_coefficients, 2)
 
     def work(part: int, first: int, last: int) -> None:
         own = [array(d[part].flatten(1)) if d.ndim == 4 else array(d[part]) for d in partial]

@@ -42,9 +42,9 @@ def prefix(history: list[Tensor], queries: Tensor, key: list[int], value: list[i
     state, (sets, outputs, _) = history[0], queries.shape
     tokens = state[0, ..., 0].numel()
     retrieved = [state.new_empty(outputs, *state.shape[1:]) for _ in range(sets)]
-    partition = [queries.new_empty(outputs, *state.shape[1:3]) for _ in range(sets)]
-    logits = queries.new_empty(len(history), sets, outputs, *state.shape[1:3])
-    norms = queries.new_empty(len(history), *state.shape[:3])
+    partition = [queries.new_empty(outputs, *state.shape[1:-1]) for _ in range(sets)]
+    logits = queries.new_empty(len(history), sets, outputs, *state.shape[1:-1])
+    norms = queries.new_empty(len(history), *state.shape[:-1])
     arguments = (
         streams_of(history),
         array(queries.flatten(0, 1)),
@@ -54,8 +54,8 @@ def prefix(history: list[Tensor], queries: Tensor, key: list[int], value: list[i
         eps,
         streams_of(retrieved).ravel(),
         streams_of(partition).ravel(),
-        tokenwise(logits.flatten(1, 2)),
-        tokenwise(norms),
+        tokenwise(logits.flatten(1, 2), 2),
+        tokenwise(norms, 2),
         LIKE[state.dtype],
     )
     share(lambda part, first, last: _forward(first, last, *arguments), tokens)
@@ -172,8 +172,8 @@ def prefix_backward(
         streams_of(history),
         array(queries.flatten(0, 1)),
         streams_of(partition).ravel(),
-        tokenwise(logits.flatten(1, 2)),
-        tokenwise(norms),
+        tokenwise(logits.flatten(1, 2), 2),
+        tokenwise(norms, 2),
         np.array(key * sets),
         in_pairs(tuple(key), sets),
         by_stream(tuple(value), len(state), sets),

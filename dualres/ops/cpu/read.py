@@ -34,7 +34,7 @@ def read(given: ReadInputs) -> tuple[Tensor, Tensor]:
     partition = given.partition
     h = torch.empty_like(given.retrieved[0])
     left = partition.new_empty(len(given.updates) + 1, *partition.shape) if given.gates else partition.new_empty(0)
-    inputs, after = _arrays(given), tokenwise(left) if given.gates else ABSENT[3]
+    inputs, after = _arrays(given), tokenwise(left, 2) if given.gates else ABSENT[3]
     share(lambda part, first, last: _forward(first, last, inputs, h.data_ptr(), after), partition[0].numel())
     return h, left
 
@@ -43,9 +43,9 @@ def _arrays(given: ReadInputs) -> tuple[Any, ...]:
     """The inputs as compiled code takes them; what is absent is an array of no elements."""
     return (
         streams_of([given.retrieved])[0],
-        tokenwise(given.partition),
+        tokenwise(given.partition, 1),
         begins(given.updates),
-        ABSENT[3] if given.coefficients is None else tokenwise(given.coefficients),
+        ABSENT[3] if given.coefficients is None else tokenwise(given.coefficients, 2),
         ABSENT[2] if given.queries is None else array(given.queries),
         np.array(given.key),
         np.array(given.value),
@@ -201,11 +201,11 @@ def read_backward(d_h: Tensor, d_left: Tensor, given: ReadInputs) -> list[Tensor
     partial = [parameter.new_zeros(parts(tokens), *parameter.shape) for parameter in present]
     rows = (
         d_h.data_ptr(),
-        tokenwise(d_left) if given.gates else ABSENT[3],
+        tokenwise(d_left, 2) if given.gates else ABSENT[3],
         streams_of([d_retrieved])[0],
-        tokenwise(d_partition),
+        tokenwise(d_partition, 1),
         begins(d_updates),
-        ABSENT[3] if d_coefficients is None else tokenwise(d_coefficients),
+        ABSENT[3] if d_coefficients is None else tokenwise(d_coefficients, 2),
     )
 
     def work(part: int, first: int, last: int) -> None:

@@ -70,10 +70,10 @@ def array(tensor: Tensor) -> "np.ndarray[Any, np.dtype[np.float32]]":
     return floats(tensor.data_ptr(), tensor.shape)
 
 
-def tokenwise(tensor: Tensor) -> "np.ndarray[Any, np.dtype[np.float32]]":
-    """`array`, of one number per token. (…,B,T) -> (…,N)"""
-    *others, batch, tokens = tensor.shape
-    return floats(tensor.data_ptr(), (*others, batch * tokens))
+def tokenwise(tensor: Tensor, others: int) -> "np.ndarray[Any, np.dtype[np.float32]]":
+    """`array`, of one number per token, whose axes come after so many others. (…,B,T) -> (…,N)"""
+    shape = tensor.shape
+    return floats(tensor.data_ptr(), (*shape[:others], math.prod(shape[others:])))
 
 
 @intrinsic

@@ -20,7 +20,7 @@ def write(updates: list[Tensor], coefficients: Tensor) -> Tensor:
     live = first_update.new_empty(coefficients.shape[1], *first_update.shape)
     arguments = (
         begins(updates),
-        tokenwise(coefficients),
+        tokenwise(coefficients, 2),
         streams_of([live])[0],
         first_update.shape[-1],
         LIKE[live.dtype],
@@ -46,9 +46,9 @@ def write_backward(d_live: Tensor, updates: list[Tensor], coefficients: Tensor) 
     arguments = (
         streams_of([d_live])[0],
         begins(updates),
-        tokenwise(coefficients),
+        tokenwise(coefficients, 2),
         begins(d_updates),
-        tokenwise(d_coefficients),
+        tokenwise(d_coefficients, 2),
         d_live.shape[-1],
         LIKE[d_live.dtype],
     )

@@ -79,7 +79,9 @@ def pointers(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, warps: int, **constants: Any) -> None:
-    """Start `kernel` on the device of its first tensor, which need not be the current one."""
+    """Start `kernel` on the device of its first tensor, which need not be the current one; not for no tokens."""
+    if not all(grid):
+        return
     with _device(next(_tensors(arguments))):
         kernel[grid](*arguments, **constants, num_warps=warps, **_registers(warps))
 

@@ -7,6 +7,8 @@ outputs × padded width is more than `REGISTERS`, groups of query sets run one a
 # ruff: noqa: N803, N806
 # mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator, assignment"
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -20,8 +22,8 @@ REGISTERS = 16384  # float32 accumulators that 16 warps hold beside the rows the
 def prefix(history: list[Tensor], queries: Tensor, key: list[int], value: list[int], eps: float) -> list[Tensor]:
     """`autograd.prefix`."""
     state, (sets, outputs, width) = history[0], queries.shape
-    streams, *shape = state.shape[:3]
-    tokens = shape[0] * shape[1]
+    streams, *shape = state.shape[:-1]
+    tokens = math.prod(shape)
     retrieved = [state.new_empty(outputs, *shape, width) for _ in range(sets)]
     partition = [queries.new_empty(outputs, *shape) for _ in range(sets)]
     logits = queries.new_empty(len(history), sets, outputs, *shape)

@@ -3,6 +3,8 @@
 # ruff: noqa: N803
 # mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator, assignment"
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -14,7 +16,7 @@ from dualres.ops.triton.common import combine, launch, pick, pointers, rows, str
 def write(updates: list[Tensor], coefficients: Tensor) -> Tensor:
     """`autograd.write`."""
     streams, *shape = coefficients.shape[1:]
-    tokens, width = shape[0] * shape[1], updates[0].shape[-1]
+    tokens, width = math.prod(shape), updates[0].shape[-1]
     live = updates[0].new_empty(streams, *shape, width)
     tile = rows(width, streams)
     launch(
@@ -37,7 +39,7 @@ def write(updates: list[Tensor], coefficients: Tensor) -> Tensor:
 def write_backward(d_live: Tensor, updates: list[Tensor], coefficients: Tensor) -> list[Tensor]:
     """`autograd.write_backward`."""
     streams, *shape = coefficients.shape[1:]
-    tokens, width = shape[0] * shape[1], d_live.shape[-1]
+    tokens, width = math.prod(shape), d_live.shape[-1]
     d_updates = [torch.empty_like(d_live[0]) for _ in coefficients]
     d_coefficients = torch.empty_like(coefficients)
     tile = rows(width, streams)

@@ -1,12 +1,12 @@
 "use strict";
-// How a chart looks: its frame, axes and curves as SVG elements, from data and sizes alone.
+// Draws a chart: frame, axes and curves as SVG elements, from data and sizes alone.
 
 const SVG = "http://www.w3.org/2000/svg";
 const MARGIN = { top: 10, right: 14, bottom: 42, left: 58 };
-const EARLY = 1 / 5; // of the tokens: the first steep fall, which the vertical axis leaves out
+const EARLY = 1 / 5; // of the tokens: the initial drop, which the vertical axis leaves out
 const DOT = 2.5;
 
-/** Sizes and scales. The vertical axis holds what is visible, or stays as it was before nothing was. */
+/** Sizes and scales. The vertical axis fits the visible curves, and stays as it was when all are hidden. */
 function framed(chart, shown, wide, before) {
   const width = Math.max(wide, 240);
   const height = Math.round(Math.min(Math.max(0.6 * width, 260), 480));
@@ -33,7 +33,7 @@ function heights(shown, reference) {
 
 function curve(series, { x, y }) {
   const line = path(series.x.map(x), series.mean.map(y));
-  const group = shape("g", { class: `series c${series.colour} s${series.style}`, "data-name": series.name });
+  const group = shape("g", { class: `series c${series.color} s${series.style}`, "data-name": series.name });
   if (series.low) group.append(shape("path", { class: "band", d: around(series, x, y) }));
   group.append(shape("path", { class: "line casing", d: line }), shape("path", { class: "line", d: line }));
   for (const [tokens, value] of series.points) group.append(shape("circle", { cx: x(tokens), cy: y(value), r: DOT }));
@@ -76,14 +76,14 @@ function cross(chart, found, tokens, { x, y, height, domain }) {
   const line = shape("line", { x1: x(tokens), x2: x(tokens), y1: MARGIN.top, y2: height - MARGIN.bottom });
   const dots = found.flatMap((value, number) => {
     const inside = value && value.mean >= domain[0] && value.mean <= domain[1];
-    return inside ? [shape("circle", { class: `c${chart.series[number].colour}`, cx: x(tokens), cy: y(value.mean), r: 1.5 * DOT })] : [];
+    return inside ? [shape("circle", { class: `c${chart.series[number].color}`, cx: x(tokens), cy: y(value.mean), r: 1.5 * DOT })] : [];
   });
   return [line, ...dots];
 }
 
 function swatch(series) {
   const parts = ["line casing", "line"].map((kind) => shape("path", { class: kind, d: "M1 6H27" }));
-  return shape("svg", { class: `swatch c${series.colour} s${series.style}`, viewBox: "0 0 28 12", "aria-hidden": "true" }, ...parts);
+  return shape("svg", { class: `swatch c${series.color} s${series.style}`, viewBox: "0 0 28 12", "aria-hidden": "true" }, ...parts);
 }
 
 function scale([from, to], [start, stop]) {

@@ -1,4 +1,4 @@
-// What moves: curves are shown and hidden, and a crosshair reads them. chart.js, which stands before this, draws.
+// Interaction: hide and show curves, read them with a crosshair. chart.js, which precedes this file, draws.
 
 const STEPS = { ArrowLeft: -1, ArrowDown: -1, ArrowRight: 1, ArrowUp: 1, PageDown: -10, PageUp: 10, Home: -1e9, End: 1e9 };
 
@@ -7,11 +7,11 @@ for (const chart of JSON.parse(document.getElementById("charts").textContent)) {
 }
 openWhilePrinting(document.querySelectorAll("details"));
 
-/** Fill one figure. All that changes is here: what is hidden, where the crosshair is, and the frame that was drawn. */
+/** Fill one figure. All mutable state is here: hidden curves, the crosshair, and the current frame. */
 function show(figure, chart) {
   const hidden = new Set();
-  let tokens = null; // null: no crosshair, and the table has the last values
-  let chosen = null; // the curve whose button is pointed at
+  let tokens = null; // position of the crosshair; null: none, and the table has the last values
+  let chosen = null; // the curve whose button has the pointer or focus
   let frame = null;
   const svg = shape("svg", { tabindex: 0, role: "slider", "aria-label": `${figure.dataset.title}, by tokens` });
   const plot = element("div", { class: "plot" }, svg);
@@ -32,9 +32,9 @@ function show(figure, chart) {
   rows.forEach(({ button }, number) => {
     const series = chart.series[number];
     button.addEventListener("click", () => toggle([series], hidden.has(series)));
-    button.addEventListener("pointerenter", (event) => event.pointerType === "mouse" && emphasise(series));
-    button.addEventListener("focus", () => button.matches(":focus-visible") && emphasise(series)); // not by a finger
-    for (const kind of ["pointerleave", "blur"]) button.addEventListener(kind, () => emphasise(null));
+    button.addEventListener("pointerenter", (event) => event.pointerType === "mouse" && emphasize(series));
+    button.addEventListener("focus", () => button.matches(":focus-visible") && emphasize(series)); // not by touch
+    for (const kind of ["pointerleave", "blur"]) button.addEventListener(kind, () => emphasize(null));
   });
   draw();
 
@@ -47,7 +47,7 @@ function show(figure, chart) {
     draw();
   }
 
-  function emphasise(series) {
+  function emphasize(series) {
     chosen = series;
     const strong = hidden.has(series) ? undefined : series?.name;
     svg.classList.toggle("dimmed", strong !== undefined);
@@ -60,7 +60,7 @@ function show(figure, chart) {
     const curves = visible().map((series) => curve(series, frame));
     const inside = shape("g", { "clip-path": `url(#${chart.name}-clip)` }, ...reference(chart, frame), ...curves);
     svg.replaceChildren(clip(chart, frame), ...axes(chart, frame), inside, shape("g", { class: "cross" }));
-    emphasise(chosen);
+    emphasize(chosen);
     look(tokens);
   }
 
@@ -79,7 +79,7 @@ function show(figure, chart) {
   }
 }
 
-/** The table beside the curves: how each looks, a button to hide it, its value at the crosshair. */
+/** The table next to the curves: a swatch, a button to hide the curve, its value at the crosshair. */
 function legend(chart, heading, rows, toggle) {
   const every = (text, on) => {
     const button = element("button", { type: "button", class: "every" }, text);
@@ -109,10 +109,10 @@ function row(series) {
 
 function spoken(chart, found, tokens) {
   const values = found.flatMap((value, number) => (value ? [`${chart.series[number].name} ${value.mean.toFixed(4)}`] : []));
-  return `${tokens.toLocaleString("en")} tokens: ${values.join(", ") || "nothing is shown"}`;
+  return `${tokens.toLocaleString("en")} tokens: ${values.join(", ") || "all curves are hidden"}`;
 }
 
-/** What a curve has at so many tokens; null where it has not begun, or has ended. */
+/** The value of a curve at a token count; null before its start and after its end. */
 function valueAt(series, tokens) {
   const apart = series.x.length > 1 ? series.x[1] - series.x[0] : 0;
   if (tokens < series.x[0] - apart || tokens > series.x.at(-1) + apart) return null;
@@ -125,7 +125,7 @@ function snapped(shown, tokens) {
   return near.reduce((a, b) => (Math.abs(b - tokens) < Math.abs(a - tokens) ? b : a));
 }
 
-/** Where a key leads to: a hundredth of the longest curve at a time. */
+/** Where a key moves the crosshair: by a hundredth of the longest curve. */
 function moved(shown, tokens, steps) {
   const all = shown.reduce((a, b) => (b.x.length > a.x.length ? b : a)).x;
   const from = tokens === null ? all.length - 1 : nearest(all, tokens);
@@ -148,7 +148,7 @@ function under(event, svg, { x, width }) {
   return x.back(((event.clientX - box.left) / box.width) * width);
 }
 
-/** Browsers that cannot unfold by style alone. */
+/** For browsers that cannot expand <details> by style alone. */
 function openWhilePrinting(folded) {
   let opened = [];
   addEventListener("beforeprint", () => {

@@ -1,0 +1,101 @@
+"""The command that reproduces a config: the closest shipped scale and residual, and overrides for the rest."""
+
+import dataclasses
+import functools
+import itertools
+import json
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import yaml
+
+from dualres.config.loading import load_config, names
+from dualres.config.schema import Config, ConfigError
+from dualres.residual.registry import settled
+
+Settings = Mapping[str, Any]  # dotted key -> value
+
+_WORD = re.compile(r"[A-Za-z][\w./-]*")
+
+
+class Origin(NamedTuple):
+    """A pair of shipped configs, and overrides on top."""
+
+    scale: str
+    residual: str
+    overrides: tuple[str, ...]
+
+    def changes(self, section: str) -> bool:
+        """Whether an override belongs to this section, such as "model"."""
+        return any(override.startswith(f"{section}.") for override in self.overrides)
+
+
+def origin(config: Config) -> Origin | None:
+    """The pair with the fewest overrides, counting those of the model first; None if no pair yields the config."""
+    wanted = settings(config)
+    nearest: tuple[int, int, str, str, list[str]] | None = None
+    for (scale, residual), shipped in _shipped().items():
+        if shipped["residual.method"] == config.residual.method:
+            changed = [key for key, value in wanted.items() if key not in shipped or shipped[key] != value]
+            of_model = sum(key.startswith("model.") for key in changed)
+            near = of_model, len(changed), scale, residual, changed
+            nearest = near if nearest is None else min(near, nearest)
+    if nearest is None:
+        return None
+    *_, scale, residual, changed = nearest
+    found = Origin(scale, residual, tuple(f"{key}={as_override(wanted[key])}" for key in changed))
+    try:
+        return found if load_config(*found) == config else None
+    except ConfigError:  # overrides cannot express everything, such as a block form without a block size
+        return None
+
+
+def command(found: Origin, data: str, processes: int = 1) -> str:
+    """A shell command with one override per line."""
+    program = ["torchrun", "--nproc-per-node", str(processes), "-m"] if processes > 1 else []
+    train = shlex.join([*program, "dualres", "train", found.scale, found.residual, "--data", data])
+    return " \\\n  ".join([train, *(shlex.join(["--set", override]) for override in found.overrides)])
+
+
+def settings(config: Config) -> dict[str, Any]:
+    """Every value of the config under its dotted key, such as train.seed."""
+
+    def flat(data: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in data.items():
+            found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+        return found
+
+    return flat(dataclasses.asdict(config), "")
+
+
+def with_defaults(config: Config) -> Config:
+    """The config with every residual option filled in, so that a default compares equal to its explicit value."""
+    return dataclasses.replace(config, residual=settled(config.residual, 2 * config.model.layers))
+
+
+def differing(several: Sequence[Settings]) -> list[str]:
+    """What distinguishes each from the others, such as 'tokens=1000, clip=2.0'; empty if all are equal."""
+    keys = dict.fromkeys(key for given in several for key in given)
+    varying = [key for key in keys if len({repr(given.get(key)) for given in several}) > 1]
+    return [", ".join(f"{key.split('.', 1)[-1]}={as_override(given.get(key))}" for key in varying) for given in several]
+
+
+def as_yaml(config: Config) -> str:
+    """The whole config, in the format of the files in `configs/`."""
+    return yaml.safe_dump(json.loads(json.dumps(dataclasses.asdict(config))), sort_keys=False, allow_unicode=True)
+
+
+def as_override(value: Any) -> str:
+    """A value as `--set` parses it; text that YAML would read as another type is quoted."""
+    if isinstance(value, str) and _WORD.fullmatch(value) and yaml.safe_load(value) == value:
+        return value
+    return json.dumps(value, ensure_ascii=False)
+
+
+@functools.cache
+def _shipped() -> dict[tuple[str, str], Settings]:
+    pairs = itertools.product(names("scale"), names("residual"))
+    return {pair: settings(load_config(*pair)) for pair in pairs}
