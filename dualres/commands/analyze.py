@@ -12,7 +12,7 @@ import numpy as np
 from dualres.analyze import figures
 from dualres.analyze.analysis import FOLDER, Analysis, Protocol, analyze, read_analysis, write_analysis
 from dualres.commands import arguments
-from dualres.commands.evaluate import Named, models_of
+from dualres.commands.evaluate import NamedModel, parse_models
 from dualres.config.schema import ConfigError
 from dualres.data import shards
 from dualres.data.loader import Loader
@@ -71,7 +71,7 @@ def add(commands: Any) -> None:
 
 
 def _analyze(given: argparse.Namespace) -> int:
-    models = models_of(given.models)
+    models = parse_models(given.models)
     for option in ("sequences", "length", "last", "retrieval_sequences"):
         value = getattr(given, option)
         if value is not None and value < 1:
@@ -111,7 +111,7 @@ def summary(analyses: Mapping[str, Analysis]) -> str:
     return table(header, lines)
 
 
-def _one(model: Named, given: argparse.Namespace, progress: Progress) -> Analysis:
+def _one(model: NamedModel, given: argparse.Namespace, progress: Progress) -> Analysis:
     """Analyze one model, or read its analysis if the settings are the same."""
     folder, data = Path(model.path), _data_of(model, given.data)
     index = shards.read_index(data)
@@ -180,7 +180,7 @@ def _before(folder: Path, progress: Progress) -> Analysis | None:
         return None
 
 
-def _data_of(model: Named, data: Path | None) -> Path:
+def _data_of(model: NamedModel, data: Path | None) -> Path:
     """--data, or the data that the run was trained on."""
     if data is not None:
         return data
