@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dualres.commands import arguments
-from dualres.commands.evaluate import Named, models_of
+from dualres.commands.evaluate import NamedModel, parse_models
 from dualres.config.schema import ConfigError
 from dualres.util.errors import DataError, ModelError
 from dualres.util.progress import Progress
@@ -63,7 +63,7 @@ def add(commands: Any) -> None:
 
 
 def _analyze(given: argparse.Namespace) -> int:
-    models = models_of(given.models)
+    models = parse_models(given.models)
     for option in ("sequences", "length", "last", "retrieval_sequences"):
         value = getattr(given, option)
         if value is not None and value < 1:
@@ -110,7 +110,7 @@ def summary(analyses: "Mapping[str, Analysis]") -> str:
     return table(header, lines)
 
 
-def _one(model: Named, given: argparse.Namespace, progress: Progress) -> "Analysis":
+def _one(model: NamedModel, given: argparse.Namespace, progress: Progress) -> "Analysis":
     """Analyze one model, or read its analysis if the settings are the same."""
     from dualres.analyze import figures
     from dualres.analyze.analysis import FOLDER, Protocol, analyze, write_analysis
@@ -188,7 +188,7 @@ def _before(folder: Path, progress: Progress) -> "Analysis | None":
         return None
 
 
-def _data_of(model: Named, data: Path | None) -> Path:
+def _data_of(model: NamedModel, data: Path | None) -> Path:
     """--data, or the data that the run was trained on."""
     if data is not None:
         return data
