@@ -2,12 +2,12 @@
 
 import functools
 import itertools
-import shlex
 from typing import NamedTuple
 
 from dualres.config.loading import load_config, names
 from dualres.config.schema import Config, ConfigError
 from dualres.report.config_settings import Settings, plain, settings
+from dualres.train.launch import launch_command
 
 
 class Origin(NamedTuple):
@@ -41,9 +41,9 @@ def origin(config: Config) -> Origin | None:
 
 def command(found: Origin, data: str, processes: int = 1) -> str:
     """For a shell, an override per line."""
-    program = ["torchrun", "--nproc-per-node", str(processes), "-m"] if processes > 1 else []
-    train = shlex.join([*program, "dualres", "train", found.scale, found.residual, "--data", data])
-    return " \\\n  ".join([train, *(shlex.join(["--set", override]) for override in found.overrides)])
+    return launch_command(
+        found.scale, found.residual, found.overrides, {"data": data}, processes=processes, separator=" \\\n  "
+    )
 
 
 def _makes(found: Origin, config: Config) -> bool:

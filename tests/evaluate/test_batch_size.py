@@ -15,7 +15,7 @@ from dualres.evaluate import batch_size
 from dualres.evaluate.batch_size import CHUNK_BYTES, MOST_ROWS, Batch, batch_for, free_memory, row_bytes
 from dualres.evaluate.perplexity import score_source
 from dualres.evaluate.subject import Subject
-from dualres.plan.run_memory import Live
+from dualres.plan.live_bytes import LiveBytes
 from tests.evaluate.tiny import CONTEXT, TEXTS, Small, source_of, tiny_subject
 
 CPU = torch.device("cpu")
@@ -142,7 +142,7 @@ def test_the_estimate_is_above_what_is_measured():
 
 def live_bytes(subject: Subject) -> int:
     tokens = torch.zeros(1, subject.context, dtype=torch.long)
-    with torch.no_grad(), Live([*subject.model.parameters(), *subject.model.buffers()]) as live:
+    with torch.no_grad(), LiveBytes([*subject.model.parameters(), *subject.model.buffers()]) as live:
         subject.model(tokens, use_cache=False)
         return live.peak
 
