@@ -3,7 +3,6 @@
 import argparse
 import json
 import math
-import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,17 +15,21 @@ from dualres.data.prepare import Settings
 from dualres.data.shards import INDEX
 from dualres.data.source import PYTHON
 from dualres.hub.open_model import open_start
-from dualres.plan import run_plan
+from dualres.parallel.mesh import Mesh
+from dualres.plan.estimate import estimate
+from dualres.plan.hardware import GIB, Hardware
+from dualres.plan.plan import Plan, as_data, as_text
+from dualres.plan.search import check_memory
 from dualres.train import run_folder
-from dualres.train.engines.build import engine_name
+from dualres.train.engines.build import engine_mesh, engine_name
+from dualres.train.launch import launch_command
 from dualres.train.loop import check_batch, train
-from dualres.train.preflight import Places, other_dataset, unused_mesh
+from dualres.train.preflight import Places, check_start, engine_or_asked, other_dataset, unused_mesh
 from dualres.train.process_group import World, join_world, world_size
 from dualres.train.recipe import steps_of
 from dualres.util.progress import Progress, short
 
 DEFAULT_DATA = Path("data") / PYTHON
-GPUS_OF_A_MACHINE = 8  # in the printed command
 
 
 def add(commands: Any) -> None:
@@ -102,39 +105,23 @@ def _plan(config: Config, given: argparse.Namespace, out: Path) -> int:
     for option, value in (("--gpus", given.gpus), ("--gpu-memory", given.gpu_memory)):
         if value is not None and not 0 < value < math.inf:
             raise ConfigError(f"{option} {value} is not positive and finite: use 1 or more")
-    ranks = given.gpus or 1
-    if given.gpu_memory is not None and run_plan.cut(config, ranks):
-        raise ConfigError(
-            "--gpu-memory is not compared here where train.parallel cuts the model: use "
-            f"dualres plan {given.scale} {given.residual} --gpus {ranks} --gpu-memory {given.gpu_memory:g}, with the "
-            "same --set"
-        )
+    ranks, engine = given.gpus or 1, engine_or_asked(config, given.gpus or 1)
+    try:
+        mesh = engine_mesh(config, ranks)
+    except ConfigError:  # a check says so
+        mesh = Mesh(data=ranks)
+    hardware = Hardware() if given.gpu_memory is None else Hardware(memory=given.gpu_memory * GIB)
+    own = estimate(config, engine, mesh, hardware)
     places = Places(given.data, out, made_at_start=given.data == DEFAULT_DATA)
-    made = run_plan.make_plan(config, ranks, places, launch(given, ranks), given.gpu_memory, given.wandb is not None)
-    if given.json:
-        print(json.dumps(run_plan.as_data(made), indent=2))
-    else:
-        print(run_plan.as_text(made, f"{given.scale} × {given.residual}"))
+    checks = [*check_start(config, ranks, places, given.wandb is not None), check_memory(own, hardware)]
+    options = {"data": given.data if given.data != DEFAULT_DATA else None, "out": given.out, "from": given.start}
+    options |= {"device": given.device, "wandb": given.wandb}
+    line = launch_command(given.scale, given.residual, given.set, options, processes=ranks)
+    made = Plan(given.residual, {given.residual: own}, hardware, False, checks, line)
+    print(json.dumps(as_data(made), indent=2) if given.json else as_text(made, f"{given.scale} × {given.residual}"))
     if made.problems:
-        print(f"dualres: it cannot start so: {', '.join(check.name for check in made.problems)}", file=sys.stderr)
+        print(f"dualres: cannot start: {', '.join(check.name for check in made.problems)}", file=sys.stderr)
     return 1 if made.problems else 0
-
-
-def launch(given: argparse.Namespace, ranks: int) -> str:
-    """The command that starts what was planned."""
-    words = ["dualres", "train", given.scale, given.residual]
-    for override in given.set:
-        words += ["--set", override]
-    words += ["--data", str(given.data)] if given.data != DEFAULT_DATA else []
-    for option, name in (("out", "out"), ("start", "from"), ("device", "device"), ("wandb", "wandb")):
-        if getattr(given, option) is not None:
-            words += [f"--{name}", str(getattr(given, option))]
-    if ranks == 1:
-        return shlex.join(words)
-    machines = ranks // GPUS_OF_A_MACHINE if ranks % GPUS_OF_A_MACHINE == 0 else 1
-    several = ["--nnodes", str(machines), "--rdzv-backend", "c10d", "--rdzv-endpoint", "HOST:29500"]
-    processes = ["--nproc-per-node", str(ranks // machines)]
-    return shlex.join(["torchrun", *(several if machines > 1 else []), *processes, "-m", *words])
 
 
 def ensure_default_data(data: Path) -> None:

@@ -5,7 +5,6 @@ import functools
 import itertools
 import json
 import re
-import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,6 +13,7 @@ import yaml
 from dualres.config.loading import load_config, names
 from dualres.config.schema import Config, ConfigError
 from dualres.residual.registry import explicit
+from dualres.train.launch import launch_command
 
 Settings = Mapping[str, Any]  # dotted key -> value
 
@@ -55,9 +55,10 @@ def origin(config: Config) -> Origin | None:
 
 def command(found: Origin, data: str, processes: int = 1) -> str:
     """A shell command with one override per line."""
-    program = ["torchrun", "--nproc-per-node", str(processes), "-m"] if processes > 1 else []
-    train = shlex.join([*program, "dualres", "train", found.scale, found.residual, "--data", data])
-    return " \\\n  ".join([train, *(shlex.join(["--set", override]) for override in found.overrides)])
+    options = {"data": data}
+    return launch_command(
+        found.scale, found.residual, found.overrides, options, processes=processes, separator=" \\\n  "
+    )
 
 
 def settings(config: Config) -> dict[str, Any]:
