@@ -33,7 +33,7 @@ def add(commands: Any) -> None:
         f"{arguments.known()}"
         "presets:    size-sweep, kv-ablation: the paper's two loss tables, with its numbers next to ours\n"
         "overrides:  --set KEY=VALUE, may be repeated, for all runs: --set train.tokens=1e7 --set model.layers=12\n"
-        "            options of a single method go in a residual file; docs/configuration.md lists every key\n\n"
+        "            options of a single method go in a residual file\n\n"
         "examples:\n"
         "  dualres suite nano --residuals standard,attnres-block,dar-block --seeds 0,1,2\n"
         "  dualres suite nano --residuals standard,dar-block --learning-rates 1e-3,3e-3,6e-3\n"
