@@ -34,7 +34,7 @@ def add(commands: Any) -> None:
         "(analysis.json, analysis.npz) and figures (SVG, PNG) to MODEL/analysis, and figures of several models side\n"
         "by side to --out. A model already analyzed with the same settings is not analyzed again.",
         "Defaults follow the paper: 4 sequences of 4096 tokens (or the model's context length), using the last 128\n"
-        "tokens of each, and 8 full sequences for retrieval. docs/analysis.md explains every figure.\n\n"
+        "tokens of each, and 8 full sequences for retrieval.\n\n"
         "examples:\n"
         "  dualres analyze runs/nano-dar-block\n"
         "  dualres analyze dar=runs/nano-dar-full self=runs/nano-dar-selfkv --data data/python --out figures\n"

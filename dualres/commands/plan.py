@@ -6,19 +6,18 @@ import json
 import math
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dualres.commands import arguments
 from dualres.config.loading import load_config, parse_overrides
 from dualres.config.schema import Config, ConfigError
-from dualres.plan.estimate import MeshEstimate, estimate
 from dualres.plan.hardware import GIB, Hardware
-from dualres.plan.plan import Plan, as_data, as_text
-from dualres.plan.search import check_memory, choose
-from dualres.train.engines.build import engine_mesh, engine_name
 from dualres.train.launch import launch_command
-from dualres.train.preflight import USED_BY_ENGINE
 from dualres.util.progress import Progress, Show
+
+if TYPE_CHECKING:
+    from dualres.plan.estimate import MeshEstimate
+    from dualres.plan.plan import Plan
 
 BESIDE = ("standard", "attnres-block", "dar-block")
 MOST_GPUS = 1_000_000
@@ -60,6 +59,8 @@ def add(commands: Any) -> None:
 
 
 def _plan(given: argparse.Namespace) -> int:
+    from dualres.plan.plan import as_data, as_text
+
     progress = Progress(quiet=given.json)
     try:
         made = make_plan(given, progress.show)
@@ -72,8 +73,14 @@ def _plan(given: argparse.Namespace) -> int:
     return 0 if fits else 1
 
 
-def make_plan(given: argparse.Namespace, show: Show) -> Plan:
+def make_plan(given: argparse.Namespace, show: Show) -> "Plan":
     """The plan that the arguments ask for."""
+    from dualres.plan.estimate import MeshEstimate
+    from dualres.plan.plan import Plan
+    from dualres.plan.search import check_memory, choose
+    from dualres.train.engines.build import engine_mesh, engine_name
+    from dualres.train.preflight import USED_BY_ENGINE
+
     hardware = hardware_of(given)
     config = load_config(given.scale, given.residual, given.set)
     engine = engine_name(config, given.gpus)
@@ -145,8 +152,11 @@ def hardware_of(given: argparse.Namespace) -> Hardware:
 
 def _column(
     config: Config, engine: str, given: argparse.Namespace, name: str, hardware: Hardware
-) -> MeshEstimate | str:
+) -> "MeshEstimate | str":
     """A residual on the mesh of `config`. --set residual.… belongs to the RESIDUAL of the command only."""
+    from dualres.plan.estimate import estimate
+    from dualres.train.engines.build import engine_mesh
+
     overrides = given.set if name == given.residual else [key for key in given.set if not key.startswith("residual.")]
     residual = load_config(given.scale, name, overrides).residual
     default = config.residual.default_branches_per_block  # belongs to the scale, not to the method

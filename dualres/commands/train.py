@@ -5,7 +5,7 @@ import json
 import math
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dualres.commands import arguments
 from dualres.commands.prepare import prepare_with_progress
@@ -14,20 +14,12 @@ from dualres.config.schema import Config, ConfigError
 from dualres.data.prepare import Settings
 from dualres.data.shards import INDEX
 from dualres.data.source import PYTHON
-from dualres.hub.open_model import open_start
-from dualres.parallel.mesh import Mesh
-from dualres.plan.estimate import estimate
 from dualres.plan.hardware import GIB, Hardware
-from dualres.plan.plan import Plan, as_data, as_text
-from dualres.plan.search import check_memory
-from dualres.train import run_folder
-from dualres.train.engines.build import engine_mesh, engine_name
 from dualres.train.launch import launch_command
-from dualres.train.loop import check_batch, train
-from dualres.train.preflight import Places, check_start, engine_or_asked, other_dataset, unused_mesh
-from dualres.train.process_group import World, join_world, world_size
-from dualres.train.recipe import steps_of
 from dualres.util.progress import Progress, short
+
+if TYPE_CHECKING:
+    from dualres.train.process_group import World
 
 DEFAULT_DATA = Path("data") / PYTHON
 
@@ -71,6 +63,10 @@ def add(commands: Any) -> None:
 
 
 def _train(given: argparse.Namespace) -> int:
+    from dualres.train import run_folder
+    from dualres.train.loop import check_batch, train
+    from dualres.train.process_group import join_world, world_size
+
     config = load_config(given.scale, given.residual, given.set) if given.start is None else started(given)
     out = given.out or Path("runs") / f"{short_name(given.scale)}-{short_name(given.residual)}"
     if given.dry_run:
@@ -92,6 +88,8 @@ def _train(given: argparse.Namespace) -> int:
 
 def started(given: argparse.Namespace) -> Config:
     """The recipe of SCALE for the model that --from names, on data of its tokenizer."""
+    from dualres.hub.open_model import open_start
+
     start = open_start(given.start, given.data).decoder
     _, named = load_residual(given.residual, start.config)
     if named.method != start.residual_config.method:
@@ -102,6 +100,13 @@ def started(given: argparse.Namespace) -> Config:
 
 
 def _plan(config: Config, given: argparse.Namespace, out: Path) -> int:
+    from dualres.parallel.mesh import Mesh
+    from dualres.plan.estimate import estimate
+    from dualres.plan.plan import Plan, as_data, as_text
+    from dualres.plan.search import check_memory
+    from dualres.train.engines.build import engine_mesh
+    from dualres.train.preflight import Places, check_start, engine_or_asked
+
     for option, value in (("--gpus", given.gpus), ("--gpu-memory", given.gpu_memory)):
         if value is not None and not 0 < value < math.inf:
             raise ConfigError(f"{option} {value} is not positive and finite: use 1 or more")
@@ -131,7 +136,11 @@ def ensure_default_data(data: Path) -> None:
         prepare_with_progress(Settings(PYTHON, "bpe:4096"), data)
 
 
-def introduce(config: Config, given: argparse.Namespace, out: Path, world: World, progress: Progress) -> None:
+def introduce(config: Config, given: argparse.Namespace, out: Path, world: "World", progress: Progress) -> None:
+    from dualres.train.engines.build import engine_name
+    from dualres.train.preflight import other_dataset, unused_mesh
+    from dualres.train.recipe import steps_of
+
     steps, tokens = steps_of(config.train, config.model.context), config.train.global_batch * config.model.context
     progress.say(
         f"{given.scale} × {given.residual} on {given.data}: {steps:,} steps of {short(tokens)} tokens, "
