@@ -29,8 +29,7 @@ from dualres.evaluate import zero_shot
 from dualres.evaluate.tasks import OLMO, TaskDocuments, parse_tasks, task_documents
 from dualres.hub import llama
 from dualres.hub.convert import convert
-from dualres.hub.hf_tokenizer import as_transformers
-from dualres.hub.open_model import open_model
+from dualres.hub.open_model import as_transformers, open_model
 from dualres.util.tables import table
 
 HARNESS = "lm-eval hf, Llama"

@@ -27,6 +27,7 @@ from dualres.ops import dispatch, reference
 from dualres.ops.reference import GateParameters, Norm
 from dualres.residual.route import DUAL, SINGLE
 from dualres.train.malloc import keep_freed_memory
+from dualres.util.amx import avoid_hidden_tiles
 from dualres.util.tables import table
 
 EPS = 1e-6
@@ -57,6 +58,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     keep_freed_memory()
+    avoid_hidden_tiles()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     found = {}
     for name in arguments.ops.split(","):

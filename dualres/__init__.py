@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from dualres.model.decoder import Decoder as Decoder
     from dualres.model.decoder import build_decoder as build_decoder
     from dualres.model.generation import generate as generate
-    from dualres.util.version import VERSION as __version__  # noqa: F401
+
+__version__: str
 
 _MODULES = {
     "config.loading": ("load_config",),

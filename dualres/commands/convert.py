@@ -21,7 +21,7 @@ def add(commands: Any) -> None:
         f"residuals:  {', '.join(names('residual'))}\n\n"
         "examples:\n"
         "  dualres convert models/llama-1b models/llama-1b-dar --residual dar-block\n"
-        "  dualres convert Qwen/Qwen3-0.6B models/qwen-dar --residual dar-block --set residual.layers_per_block=4",
+        "  dualres convert Qwen/Qwen3-0.6B models/qwen-dar --residual dar-block --set residual.branches_per_block=8",
     )
     sub.add_argument("source", metavar="SOURCE", help="folder of a checkpoint, or its name on the Hugging Face hub")
     sub.add_argument("out", metavar="OUT", type=Path, help="the folder to write; new")

@@ -5,18 +5,16 @@ import dataclasses
 import json
 import math
 import sys
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from dualres.commands import arguments
 from dualres.config.loading import load_config, overridden
 from dualres.config.schema import Config, ConfigError
-from dualres.parallel.mesh import mesh_of
-from dualres.plan import mesh_plan
-from dualres.plan.estimate import engine_of, estimate
 from dualres.plan.hardware import GIB, Hardware
-from dualres.plan.search import Fixed, choose
-from dualres.train.preflight import USED_BY_ENGINE
 from dualres.util.progress import Progress, Show
+
+if TYPE_CHECKING:
+    from dualres.plan import mesh_plan
 
 BESIDE = ("standard", "attnres-block", "dar-block")
 MOST_GPUS = 1_000_000
@@ -43,8 +41,7 @@ def add(commands: Any) -> None:
         f"{arguments.known()}{arguments.OVERRIDES}\n"
         "examples:\n"
         "  dualres plan moe-7b dar-block --gpus 8 --gpu-memory 80\n"
-        "  dualres plan moe-7b dar-block --gpus 8 --gpu-memory 80 --set train.parallel.tensor=2\n"
-        "docs/scaling.md goes from one node to ten thousand GPUs.",
+        "  dualres plan moe-7b dar-block --gpus 8 --gpu-memory 80 --set train.parallel.tensor=2",
     )
     arguments.experiment(sub)
     sub.add_argument("--gpus", metavar="N", type=int, required=True, help="how many there are")
@@ -59,6 +56,8 @@ def add(commands: Any) -> None:
 
 
 def _plan(given: argparse.Namespace) -> int:
+    from dualres.plan import mesh_plan
+
     progress = Progress(quiet=given.json)
     try:
         made = made_for(given, progress.show)
@@ -73,8 +72,13 @@ def _plan(given: argparse.Namespace) -> int:
     return 0 if made.fits else 1
 
 
-def made_for(given: argparse.Namespace, show: Show) -> mesh_plan.Plan:
+def made_for(given: argparse.Namespace, show: Show) -> "mesh_plan.Plan":
     """The plan that the arguments ask for."""
+    from dualres.parallel.mesh import mesh_of
+    from dualres.plan import mesh_plan
+    from dualres.plan.search import Fixed, choose
+    from dualres.train.preflight import USED_BY_ENGINE
+
     hardware = hardware_of(given)
     config = load_config(given.scale, given.residual, given.set)
     engine: Literal["fsdp2", "single"] = "fsdp2" if given.gpus > 1 else "single"
@@ -129,8 +133,12 @@ def hardware_of(given: argparse.Namespace) -> Hardware:
     return Hardware(memory=given.gpu_memory * GIB, node_size=given.node_size, **fields)
 
 
-def column(config: Config, given: argparse.Namespace, name: str, hardware: Hardware) -> mesh_plan.Column:
+def column(config: Config, given: argparse.Namespace, name: str, hardware: Hardware) -> "mesh_plan.Column":
     """A residual on the mesh of `config`. A key of the other one's own, --set residual.…, is not for it."""
+    from dualres.parallel.mesh import mesh_of
+    from dualres.plan import mesh_plan
+    from dualres.plan.estimate import engine_of, estimate
+
     overrides = given.set if name == given.residual else [key for key in given.set if not key.startswith("residual.")]
     residual = load_config(given.scale, name, overrides).residual
     try:

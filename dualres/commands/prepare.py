@@ -28,7 +28,7 @@ def add(commands: Any) -> None:
         "tokenizers:\n"
         "  bpe:4096         a byte-level BPE of 4,096 entries, trained on the first 64 MiB of SOURCE\n"
         "  bytes            256 bytes and the end of a text\n"
-        "  tekken           131,072 entries, the paper's vocabulary size (needs dualres[data])\n"
+        "  tekken           131,072 entries, the paper's vocabulary size (pip install -e '.[data]')\n"
         "  PATH             any tokenizer.json\n\n"
         "examples:\n"
         "  dualres prepare python data/python\n"

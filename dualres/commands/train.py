@@ -6,7 +6,7 @@ import math
 import shlex
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dualres.commands import arguments
 from dualres.commands.prepare import prepare_with_progress
@@ -15,15 +15,11 @@ from dualres.config.schema import Config, ConfigError
 from dualres.data.prepare import Settings
 from dualres.data.shards import INDEX
 from dualres.data.source import PYTHON
-from dualres.hub.open_model import open_start
-from dualres.plan import run_plan
-from dualres.train import run_folder
-from dualres.train.engines.build import engine_name
-from dualres.train.loop import check_batch, train
-from dualres.train.preflight import Places, other_dataset, unused_mesh
-from dualres.train.process_group import World, join_world, world_size
-from dualres.train.recipe import steps_of
+from dualres.util.optional_dependencies import install
 from dualres.util.progress import Progress, short
+
+if TYPE_CHECKING:
+    from dualres.train.process_group import World
 
 DEFAULT_DATA = Path("data") / PYTHON
 GPUS_OF_A_MACHINE = 8  # in the printed command
@@ -43,8 +39,7 @@ def add(commands: Any) -> None:
         "  dualres train nano dar-block\n"
         "  torchrun --nproc-per-node 8 -m dualres train 1b dar-block --data data/fineweb --out runs/1b-dar\n"
         "  dualres train 1b dar-block --dry-run --gpus 8\n"
-        "  dualres train 1b dar-block --from models/llama-1b-dar --data data/llama-tokens\n"
-        "docs/training.md has launches over several machines.",
+        "  dualres train 1b dar-block --from models/llama-1b-dar --data data/llama-tokens",
     )
     arguments.experiment(sub)
     sub.add_argument("--data", metavar="D", type=Path, default=DEFAULT_DATA, help=f"prepared data ({DEFAULT_DATA})")
@@ -57,7 +52,7 @@ def add(commands: Any) -> None:
         help="begin with the weights of a converted or exported model, which also says what the model is",
     )
     sub.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU where there is one")
-    sub.add_argument("--wandb", metavar="PROJECT", help="also log to Weights & Biases (needs dualres[wandb])")
+    sub.add_argument("--wandb", metavar="PROJECT", help=f"also log to Weights & Biases ({install('wandb')})")
     dry = sub.add_argument_group("without starting")
     dry.add_argument(
         "--dry-run", action="store_true", help="print the plan: parameters, steps, memory of a rank, checks"
@@ -77,6 +72,10 @@ def _train(given: argparse.Namespace) -> int:
         if getattr(given, option):
             name = option.replace("_", "-")
             raise ConfigError(f"--{name} belongs to a plan: add --dry-run, or start so many processes with torchrun")
+    from dualres.train import run_folder
+    from dualres.train.loop import check_batch, train
+    from dualres.train.process_group import join_world, world_size
+
     check_batch(config, world_size())  # and the mesh, before any process waits for another
     with join_world(given.device) as world:
         world.on_main(lambda: ensure_default_data(given.data))
@@ -90,6 +89,8 @@ def _train(given: argparse.Namespace) -> int:
 
 def started(given: argparse.Namespace) -> Config:
     """The recipe of SCALE for the model that --from names, on data of its tokenizer."""
+    from dualres.hub.open_model import open_start
+
     start = open_start(given.start, given.data).decoder
     _, named = load_residual(given.residual, start.config)
     if named.method != start.residual_config.method:
@@ -104,6 +105,9 @@ def _plan(config: Config, given: argparse.Namespace, out: Path) -> int:
     for option, value in (("--gpus", given.gpus), ("--gpu-memory", given.gpu_memory)):
         if value is not None and not 0 < value < math.inf:
             raise ConfigError(f"{option} {value} is not positive and finite: use 1 or more")
+    from dualres.plan import run_plan
+    from dualres.train.preflight import Places
+
     ranks = given.gpus or 1
     if given.gpu_memory is not None and run_plan.cut(config, ranks):
         raise ConfigError(
@@ -146,8 +150,12 @@ def ensure_default_data(data: Path) -> None:
         prepare_with_progress(Settings(PYTHON, "bpe:4096"), data)
 
 
-def introduce(config: Config, given: argparse.Namespace, out: Path, world: World, progress: Progress) -> None:
+def introduce(config: Config, given: argparse.Namespace, out: Path, world: "World", progress: Progress) -> None:
     """What begins, and what of the config it does not use."""
+    from dualres.train.engines.build import engine_name
+    from dualres.train.preflight import other_dataset, unused_mesh
+    from dualres.train.recipe import steps_of
+
     steps, tokens = steps_of(config.train, config.model.context), config.train.global_batch * config.model.context
     progress.say(
         f"{given.scale} × {given.residual} on {given.data}: {steps:,} steps of {short(tokens)} tokens, "

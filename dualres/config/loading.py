@@ -11,7 +11,6 @@ import yaml
 
 from dualres.config.schema import Config, ConfigError, ModelConfig, ResidualConfig
 from dualres.config.validation import build, convert
-from dualres.residual import registry
 
 _PACKAGE = Path(__file__).parent.parent
 # Inside the package when installed, beside it in a checkout.
@@ -28,6 +27,8 @@ def load_config(scale: str, residual: str, overrides: Sequence[str] = ()) -> Con
     _override(data, overrides)
     scale_block = convert(int | None, data.pop("branches_per_block", None), "branches_per_block")
     config = build(Config, data, "")
+    from dualres.residual import registry  # here, because it imports torch: command-line help needs `names` alone
+
     block_form = registry.method(config.residual.method).branches_per_block is None
     if scale_block is None or config.residual.branches_per_block is not None or not block_form:
         return config

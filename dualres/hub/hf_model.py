@@ -104,11 +104,9 @@ class DualResForCausalLM(PreTrainedModel, GenerationMixin):
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)  # type: ignore[arg-type]
 
     def get_input_embeddings(self) -> nn.Module:
-        """The table of token embeddings."""
         return self.decoder.vocabulary.table
 
     def set_input_embeddings(self, value: nn.Module) -> None:
-        """Replace the table; a tied output follows."""
         self.decoder.vocabulary.table = cast(nn.Embedding, value)
 
     def get_output_embeddings(self) -> nn.Module | None:
@@ -116,7 +114,6 @@ class DualResForCausalLM(PreTrainedModel, GenerationMixin):
         return self.decoder.vocabulary.output
 
     def set_output_embeddings(self, value: nn.Linear) -> None:
-        """Replace the output weights."""
         self.decoder.vocabulary.output = value
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:

@@ -21,6 +21,7 @@ from dualres.train.loop import check_batch, check_vocabulary
 from dualres.train.recipe import steps_of
 from dualres.util.atomic_files import LOCK
 from dualres.util.errors import DataError, TrainError
+from dualres.util.optional_dependencies import missing
 
 CHECKPOINT_BYTES = 12  # per parameter: the weight and two moments in float32
 SMALL = 10**9  # tokens that are read in seconds
@@ -134,7 +135,7 @@ def _engine(config: Config, ranks: int) -> Check:
 
 def _package(name: str, extra: str, purpose: str) -> Check:
     if importlib.util.find_spec(name) is None:
-        raise TrainError(f"{purpose} needs the package {name}: pip install 'dualres[{extra}]'")
+        raise TrainError(missing(name, extra, purpose))
     return Check(name, "ok", f"{name} is installed")
 
 

@@ -17,6 +17,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from dualres.train.failure_detection import catch_sigterm, failure_responder, named_ranks, report_failed_ranks
 from dualres.train.malloc import keep_freed_memory
+from dualres.util.amx import avoid_hidden_tiles
 from dualres.util.errors import TrainError
 
 T = TypeVar("T")
@@ -113,6 +114,7 @@ def join_world(device: str | None = None) -> Iterator[World]:
         torch.cuda.set_device(place)
     else:
         keep_freed_memory()
+        avoid_hidden_tiles()
     if size == 1:
         yield World(0, 1, place, None, None)
         return

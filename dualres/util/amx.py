@@ -1,5 +1,6 @@
 """Virtual machines that offer the CPU's matrix unit (AMX) and hide how it is used: PyTorch must do without it there."""
 
+import functools
 import os
 from pathlib import Path
 
@@ -16,10 +17,12 @@ def hides_its_tiles(cpuinfo: str) -> bool:
     return "amx_tile" in said.get("flags", ()) and int(level[0]) < TILES_LEAF
 
 
+@functools.cache
 def avoid_hidden_tiles() -> None:
     """Keep oneDNN from AMX where it would configure no tiles and die of an illegal instruction at a bfloat16 product.
 
-    Called before the first product; a limit that the user has set stays.
+    Training, generation and `open_model` call it before their first product; a loop of your own that computes in
+    bfloat16 on such a machine must do so too. A limit that the user has set stays.
     """
     try:
         cpuinfo = CPUINFO.read_text()

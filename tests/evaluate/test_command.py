@@ -38,7 +38,8 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """Models by made-up names in place of folders: how each was asked for."""
     asked: list[dict[str, Any]] = []
 
-    def load(path: str, **options: Any) -> TrainedModel:
+    def load(folder: Path, **options: Any) -> TrainedModel:
+        path = str(folder)
         asked.append({"path": path, **options})
         if path == "missing":
             raise ModelError("no model at missing: give a folder")
@@ -47,7 +48,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         return dataclasses.replace(made, identity=path)
 
     monkeypatch.setattr("dualres.hub.open_model.open_model", load)
-    monkeypatch.setattr("dualres.hub.download.local_folder", lambda path: path)
+    monkeypatch.setattr("dualres.hub.model_folder.local_folder", Path)
     return asked
 
 

@@ -15,8 +15,7 @@ from dualres.data.tokenizer import byte_tokenizer
 from dualres.evaluate.tasks import OLMO, TASKS, TaskDocuments, task_documents
 from dualres.evaluate.zero_shot import score_task
 from dualres.hub.convert import convert
-from dualres.hub.hf_tokenizer import as_transformers
-from dualres.hub.open_model import open_model
+from dualres.hub.open_model import as_transformers, open_model
 
 CONTEXT, LIMIT, BATCH = 1024, 30, 4
 SIZES: dict[str, Any] = {

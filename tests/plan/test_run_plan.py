@@ -243,8 +243,8 @@ def test_packages_that_are_missing(
     changes = {"train__engine": "deepspeed", "train__parallel__zero_stage": 1}
     code, made = plan_of(*tiny("--gpus", "2", "--wandb", "project", **changes), capsys=capsys)
     assert code == 1
-    assert "pip install 'dualres[deepspeed]'" in checks_of(made)["engine"][1]
-    assert "pip install 'dualres[wandb]'" in checks_of(made)["wandb"][1]
+    assert "pip install -e '.[deepspeed]'" in checks_of(made)["engine"][1]
+    assert "pip install -e '.[wandb]'" in checks_of(made)["wandb"][1]
 
 
 DEEP: dict[str, Any] = {"model__layers": 8}  # in two layers, the one block that is computed again is nearly all
@@ -326,7 +326,7 @@ def test_a_start_says_which_mesh_it_does_not_use(tmp_path: Path):
 
 @pytest.mark.parametrize("arguments", [["--gpus", "8"], ["--gpu-memory", "80"], ["--json"]], ids=str)
 def test_a_plan_is_asked_for(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    monkeypatch.setattr("dualres.commands.train.join_world", None)
+    monkeypatch.setattr("dualres.train.process_group.join_world", None)
     assert main(["train", "nano", "dar-block", *arguments]) == 2
     assert capsys.readouterr().err.startswith(f"dualres: {arguments[0]} belongs to a plan: add --dry-run")
 
