@@ -1,7 +1,6 @@
 """`dualres evaluate`: validation loss, perplexity and zero-shot accuracy of models, side by side."""
 
 import argparse
-import contextlib
 import dataclasses
 import gc
 from collections.abc import Sequence
@@ -78,7 +77,7 @@ def add(commands: Any) -> None:
 def _evaluate(given: argparse.Namespace) -> int:
     from dualres.evaluate.formats import render
 
-    with contextlib.suppress(MissingExtraError):  # the validation loss of a run needs no transformers
+    if given.perplexity is not None or given.zero_shot is not None:
         arguments.hush()
     models, request = parse_models(given.models), parse_request(given)
     progress = Progress()
@@ -182,9 +181,12 @@ def _measure_all(
 def _load(model: NamedModel, given: argparse.Namespace) -> "TrainedModel":
     from dualres.hub.model_folder import local_folder
     from dualres.hub.open_model import open_model
+    from dualres.train.run_folder import is_run
 
+    if not is_run(folder := local_folder(model.path)):  # the validation loss of a run needs no transformers
+        arguments.hush()
     options = {"checkpoint": given.checkpoint, "device": given.device, "dtype": given.dtype}
-    loaded = open_model(local_folder(model.path), **options, architectures="any")
+    loaded = open_model(folder, **options, architectures="any")
     _ = loaded.prefix  # raises if there is no tokenizer
     if given.context is not None and given.context > loaded.context:
         raise ConfigError(f"--context {given.context} exceeds that of {model.name}: use at most {loaded.context}")
