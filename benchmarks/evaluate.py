@@ -26,12 +26,10 @@ from dualres.commands.arguments import hush
 from dualres.config.loading import load_config
 from dualres.data.tokenizer import train_bpe
 from dualres.evaluate import zero_shot
-from dualres.evaluate.task_documents import OLMO, TaskDocuments, task_documents
-from dualres.evaluate.tasks import tasks_of
+from dualres.evaluate.tasks import OLMO, TaskDocuments, parse_tasks, task_documents
 from dualres.hub import llama
 from dualres.hub.convert import convert
-from dualres.hub.hf_tokenizer import as_transformers
-from dualres.hub.open_model import open_model
+from dualres.hub.open_model import as_transformers, open_model
 from dualres.util.tables import table
 
 HARNESS = "lm-eval hf, Llama"
@@ -52,7 +50,7 @@ def main() -> None:
     given = parser.parse_args()
     hush()
     torch.set_num_threads(given.threads)
-    [documents] = task_documents(tasks_of(given.task), given.tasks_from)
+    [documents] = task_documents(parse_tasks(given.task), given.tasks_from)
     with tempfile.TemporaryDirectory() as folder, zero_shot.quiet():
         contenders = prepared(given, documents, Path(folder))
         scores = {name: score() for name, score in contenders.items()}  # warm, and what they reach
@@ -97,10 +95,10 @@ def prepared(given: argparse.Namespace, documents: TaskDocuments, folder: Path) 
 
 def ours(path: str, documents: TaskDocuments, given: argparse.Namespace) -> Callable[[], float]:
     """What `dualres evaluate` does with a task."""
-    subject = open_model(Path(path))
+    model = open_model(Path(path))
 
     def score() -> float:
-        found = zero_shot.score_task(subject, documents, batch=given.batch, limit=given.documents)
+        found = zero_shot.score_task(model, documents, batch=given.batch, limit=given.documents)
         return found.accuracies["acc"].value
 
     return score

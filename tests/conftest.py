@@ -5,6 +5,9 @@ os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton
 import pytest
 import torch
 
+from dualres.util.amx import avoid_hidden_tiles
+
+avoid_hidden_tiles()
 torch.set_num_threads(1)  # two test processes share two cores
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -86,7 +87,7 @@ def test_bad_input_is_one_line_and_exit_2(arguments: list[str], capsys: pytest.C
         ),
         (
             ["prepare", "--help"],
-            ["goes on where it stopped", "python", "bpe:4096", "tekken", "OWNER/NAME", "--held-out"],
+            ["the same command resumes", "python", "bpe:4096", "tekken", "OWNER/NAME", "--held-out"],
         ),
         (["train", "--help"], [*names("scale"), *names("residual"), "torchrun", "--dry-run", "--gpus", "resumes"]),
         (["evaluate", "--help"], ["hellaswag", "--perplexity", "--tasks-from", "olmo", "goes on where it stopped"]),
@@ -102,10 +103,67 @@ def test_bad_input_is_one_line_and_exit_2(arguments: list[str], capsys: pytest.C
     ],
     ids=str,
 )
-def test_help(arguments: list[str], teaches: list[str]):
-    done = subprocess.run([sys.executable, "-m", "dualres", *arguments], capture_output=True, text=True, check=False)
-    assert done.returncode == 0
-    assert [part for part in teaches if part not in done.stdout] == []
+def test_help(arguments: list[str], teaches: list[str], capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 0
+    shown = capsys.readouterr().out
+    assert [part for part in teaches if part not in shown] == []
+    assert "docs/" not in shown, "an installed package has no docs"
+
+
+LIGHT = """
+import contextlib, io, sys
+from dualres import cli
+for name in cli.COMMANDS:
+    for arguments, code in (["--help"], 0), (["a", "b", "c", "--no-such-flag"], 2):
+        text = io.StringIO()
+        with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
+            try:
+                cli.main([name, *arguments])
+            except SystemExit as ended:
+                assert ended.code == code, (name, arguments, text.getvalue())
+        assert f"usage: dualres {name}" in text.getvalue(), (name, arguments, text.getvalue())
+    assert "torch" not in sys.modules, name
+    assert "transformers" not in sys.modules, name
+"""
+
+
+def test_no_help_and_no_typo_imports_torch():
+    done = subprocess.run([sys.executable, "-c", LIGHT], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["trian", "nano", "dar-block"], ["usage: dualres [-h]", "there is no command trian; did you mean train?"]),
+        (["xyzzy"], ["there is no command xyzzy\n"]),
+        (["describe", "nano", "dar-block", "--jsn"], ["usage: dualres describe", "--jsn; did you mean --json?"]),
+        (["generate", "run", "x", "--temprature=1"], ["usage: dualres generate", "did you mean --temperature?"]),
+    ],
+    ids=str,
+)
+def test_the_nearest_word_is_proposed(arguments: list[str], says: list[str], capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    shown = capsys.readouterr().err
+    assert [part for part in says if part not in shown] == []
+
+
+def test_an_interrupted_start_is_one_line(tmp_path: Path):
+    """Ctrl-C while torch is being imported."""
+    (tmp_path / "torch.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n")
+    path = os.pathsep.join([str(tmp_path), os.getcwd()])
+    done = subprocess.run(
+        [sys.executable, "-m", "dualres", "describe", "nano", "dar-block"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    assert (done.returncode, done.stderr) == (130, "dualres: interrupted\n")
 
 
 def test_a_closed_pipe_is_no_error():

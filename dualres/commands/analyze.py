@@ -5,32 +5,26 @@ import dataclasses
 import gc
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from dualres.analyze import figures
-from dualres.analyze.analysis import FOLDER, Analysis, Protocol, analyze, read_analysis, write_analysis
 from dualres.commands import arguments
-from dualres.commands.evaluate import Named, models_of
+from dualres.commands.evaluate import NamedModel, parse_models
 from dualres.config.schema import ConfigError
-from dualres.data import shards
-from dualres.data.loader import Loader
-from dualres.hub.model_folder import is_exported
-from dualres.hub.open_model import open_model
-from dualres.train.metrics import METRICS, read_rows
-from dualres.train.run_folder import is_run, read_description
 from dualres.util.errors import DataError, ModelError
 from dualres.util.progress import Progress
 from dualres.util.tables import table
 from dualres.util.version import VERSION
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from dualres.analyze.analysis import Analysis
 
 DEFAULT_OUT = Path("analyses")
 MAX_LENGTH = 4096  # the paper's sequences
 
 
 def add(commands: Any) -> None:
-    defaults = Protocol()
     sub = arguments.command(
         commands,
         "analyze",
@@ -51,18 +45,16 @@ def add(commands: Any) -> None:
     sub.add_argument(
         "--out", metavar="DIR", type=Path, default=DEFAULT_OUT, help=f"output folder (default {DEFAULT_OUT})"
     )
-    sub.add_argument(
-        "--sequences", metavar="N", type=int, default=defaults.sequences, help="for CKA, rescue, gates (default 4)"
-    )
+    sub.add_argument("--sequences", metavar="N", type=int, default=4, help="for CKA, rescue, gates (default 4)")
     sub.add_argument(
         "--length", metavar="N", type=int, help=f"tokens per sequence (default: context length, at most {MAX_LENGTH})"
     )
-    sub.add_argument("--last", metavar="N", type=int, default=defaults.last, help="tokens used of each (default 128)")
+    sub.add_argument("--last", metavar="N", type=int, default=128, help="tokens used of each (default 128)")
     sub.add_argument(
         "--retrieval-sequences",
         metavar="N",
         type=int,
-        default=defaults.retrieval_sequences,
+        default=8,
         help="for retrieval, RMS and experts, with all tokens (default 8)",
     )
     arguments.checkpoint(sub)
@@ -71,13 +63,18 @@ def add(commands: Any) -> None:
 
 
 def _analyze(given: argparse.Namespace) -> int:
-    models = models_of(given.models)
+    models = parse_models(given.models)
     for option in ("sequences", "length", "last", "retrieval_sequences"):
         value = getattr(given, option)
         if value is not None and value < 1:
             raise ConfigError(f"--{option.replace('_', '-')} {value} is not positive: use 1 or more")
     if given.out.is_file():
         raise ConfigError(f"--out {given.out} is a file: name a folder")
+    from dualres.analyze import figures
+    from dualres.analyze.analysis import FOLDER
+    from dualres.hub.model_folder import is_exported
+    from dualres.train.run_folder import is_run
+
     for model in models:  # fail before the first analysis, which may take long
         if not is_run(Path(model.path)) and not is_exported(Path(model.path)):
             raise ModelError(f"{model.path} is neither a run folder nor an exported dualres model: pass one of them")
@@ -97,8 +94,10 @@ def _analyze(given: argparse.Namespace) -> int:
     return 0
 
 
-def summary(analyses: Mapping[str, Analysis]) -> str:
+def summary(analyses: "Mapping[str, Analysis]") -> str:
     """The scalars of every model as a table."""
+    import numpy as np
+
     header = ["model", "streams", "CKA, same layer", "CKA, all", "rescue by stream", "|write gap|", "r", "divergence"]
     lines = []
     for name, analysis in analyses.items():
@@ -111,8 +110,15 @@ def summary(analyses: Mapping[str, Analysis]) -> str:
     return table(header, lines)
 
 
-def _one(model: Named, given: argparse.Namespace, progress: Progress) -> Analysis:
+def _one(model: NamedModel, given: argparse.Namespace, progress: Progress) -> "Analysis":
     """Analyze one model, or read its analysis if the settings are the same."""
+    from dualres.analyze import figures
+    from dualres.analyze.analysis import FOLDER, Protocol, analyze, write_analysis
+    from dualres.data import shards
+    from dualres.data.loader import Loader
+    from dualres.hub.open_model import open_model
+    from dualres.train.run_folder import is_run
+
     folder, data = Path(model.path), _data_of(model, given.data)
     index = shards.read_index(data)
     progress.show(f"{model.name}  loading")
@@ -151,7 +157,7 @@ def _one(model: Named, given: argparse.Namespace, progress: Progress) -> Analysi
         return before
     about = {
         "model": model.name,
-        "residual": dataclasses.asdict(decoder.residual_config),
+        "residual": decoder.residual_config.to_dict(),
         "data": data.resolve().name,
         "dtype": str(opened.dtype).removeprefix("torch."),
         "device": opened.device.type,
@@ -171,8 +177,10 @@ def _one(model: Named, given: argparse.Namespace, progress: Progress) -> Analysi
     return analysis
 
 
-def _before(folder: Path, progress: Progress) -> Analysis | None:
+def _before(folder: Path, progress: Progress) -> "Analysis | None":
     """An earlier analysis, if it can be read."""
+    from dualres.analyze.analysis import read_analysis
+
     try:
         return read_analysis(folder)
     except ConfigError as error:
@@ -180,10 +188,12 @@ def _before(folder: Path, progress: Progress) -> Analysis | None:
         return None
 
 
-def _data_of(model: Named, data: Path | None) -> Path:
+def _data_of(model: NamedModel, data: Path | None) -> Path:
     """--data, or the data that the run was trained on."""
     if data is not None:
         return data
+    from dualres.train.run_folder import is_run, read_description
+
     folder = Path(model.path)
     if not is_run(folder):
         raise ConfigError(f"{model.path} is not a run: pass --data D, prepared with the model's tokenizer")
@@ -193,8 +203,12 @@ def _data_of(model: Named, data: Path | None) -> Path:
     return found
 
 
-def _router_curve(folder: Path) -> np.ndarray | None:
+def _router_curve(folder: Path) -> "np.ndarray | None":
     """Auxiliary loss during a run's training, mean over layers. -> (steps,2): step, loss"""
+    import numpy as np
+
+    from dualres.train.metrics import METRICS, read_rows
+
     if not (folder / METRICS).is_file():
         return None
     rows: Sequence[Mapping[str, Any]] = read_rows(folder / METRICS)

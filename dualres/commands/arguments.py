@@ -10,7 +10,7 @@ OVERRIDES = """
 overrides:
   --set changes any key of the scale and residual files and may be repeated:
     --set residual.branches_per_block=8 --set residual.share_parameters=false --set model.layers=12
-  docs/configuration.md lists every key.
+  docs/reference/configuration.md lists every key.
 """
 
 

@@ -49,9 +49,7 @@ def _generate(given: argparse.Namespace) -> int:
     from dualres.hub.open_model import open_model
     from dualres.model.generation import generate
     from dualres.train.run_folder import is_run
-    from dualres.util.amx import avoid_hidden_tiles
 
-    avoid_hidden_tiles()
     if not is_run(given.model):
         arguments.hush()
     model = open_model(given.model, checkpoint=given.checkpoint)

@@ -7,7 +7,6 @@ from typing import Any
 
 from dualres.commands import arguments
 from dualres.config.schema import ConfigError
-from dualres.report.page import make_page
 from dualres.util.atomic_files import write_text
 
 DEFAULT_OUT = Path("report.html")
@@ -45,6 +44,8 @@ def add(commands: Any) -> None:
 def _report(given: argparse.Namespace) -> int:
     if given.out.is_dir():
         raise ConfigError(f"-o {given.out} is a folder: name a file, such as {given.out / DEFAULT_OUT}")
+    from dualres.report.page import make_page
+
     text = make_page(given.runs, given.evaluation, _command(given))
     given.out.parent.mkdir(parents=True, exist_ok=True)
     write_text(given.out, text)

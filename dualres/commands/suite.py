@@ -3,18 +3,20 @@
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dualres.commands import arguments
 from dualres.commands.train import DEFAULT_DATA, ensure_default_data
 from dualres.config.loading import load_config, names, short_name
+from dualres.config.paper import PRESETS
 from dualres.config.schema import ConfigError
-from dualres.report import charts, comparison, paper_losses, suite
-from dualres.report.groups import BASE, Group
-from dualres.report.paper_losses import PRESETS
-from dualres.report.suite import Suite
 from dualres.util.atomic_files import write_json, write_text
 from dualres.util.tables import table
+
+if TYPE_CHECKING:
+    from dualres.report.comparison import ComparisonRow
+    from dualres.report.groups import Group
+    from dualres.report.suite import Suite
 
 RESULTS, TABLE, CURVES = "suite.json", "table.txt", ("curves.png", "curves.svg")
 
@@ -31,7 +33,7 @@ def add(commands: Any) -> None:
         f"{arguments.known()}"
         "presets:    size-sweep, kv-ablation: the paper's two loss tables, with its numbers next to ours\n"
         "overrides:  --set KEY=VALUE, may be repeated, for all runs: --set train.tokens=1e7 --set model.layers=12\n"
-        "            options of a single method go in a residual file; docs/configuration.md lists every key\n\n"
+        "            options of a single method go in a residual file\n\n"
         "examples:\n"
         "  dualres suite nano --residuals standard,attnres-block,dar-block --seeds 0,1,2\n"
         "  dualres suite nano --residuals standard,dar-block --learning-rates 1e-3,3e-3,6e-3\n"
@@ -54,6 +56,9 @@ def add(commands: Any) -> None:
 
 
 def _suite(given: argparse.Namespace) -> int:
+    from dualres.report import charts, comparison, suite
+    from dualres.report.groups import BASE
+
     asked = suite_of(given)
     suite.check(asked)
     failed = []
@@ -87,8 +92,10 @@ def _suite(given: argparse.Namespace) -> int:
     return 1 if failed or not texts else 0
 
 
-def suite_of(given: argparse.Namespace) -> Suite:
+def suite_of(given: argparse.Namespace) -> "Suite":
     """The suite that the arguments describe."""
+    from dualres.report.suite import Suite, all_runs
+
     if given.processes < 1:
         raise ConfigError(f"--processes {given.processes} is not positive: use 1 or more")
     seeds = _list(given.seeds, int, "--seeds", "0,1,2")
@@ -104,12 +111,14 @@ def suite_of(given: argparse.Namespace) -> Suite:
         residuals = _list(given.residuals, str, "--residuals", "standard,dar-block") or names("residual")
         pairs = [(given.scale, residual) for residual in residuals]
     seeds = seeds or [load_config(*pairs[0], given.set).train.seed]
-    runs = suite.all_runs(pairs, seeds, rates)
+    runs = all_runs(pairs, seeds, rates)
     return Suite(runs, given.data, out, tuple(given.set), given.processes, given.device)
 
 
-def _tables(given: argparse.Namespace, groups: list[Group], rows: list[comparison.ComparisonRow]) -> list[str]:
+def _tables(given: argparse.Namespace, groups: "list[Group]", rows: "list[ComparisonRow]") -> list[str]:
     """The comparison, the rates of a sweep, and the paper's table of a preset."""
+    from dualres.report import comparison, paper_losses
+
     texts = [comparison.as_text(rows)] if rows else []
     if given.learning_rates and rows:
         lines = [[group.scale, group.residual, group.options, comparison.mean_loss(group).text()] for group in groups]

@@ -148,3 +148,4 @@ class PrintedGap(NamedTuple):
 
 
 GATE_RESCUE = (PrintedGap("dar-full", "DAR", "0.18", "0.23"), PrintedGap("dar-selfkv", "DAR-SelfKV", "0.49", "0.82"))
+PRESETS = {"size-sweep": SIZE_SWEEP, "kv-ablation": KV_ABLATION}  # of `dualres suite`

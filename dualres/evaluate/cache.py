@@ -1,7 +1,7 @@
-"""Results that are kept: each piece is written as soon as it is measured, and is not measured again.
+"""Measured results on disk: each is written as soon as it is there, and not measured again.
 
-A piece is found by its key: the model's identity and all that decides the number. A changed model or changed data has
-another key, and is measured anew.
+A result is found by its key: the model's identity and everything else that determines the number. A changed model or
+changed data has another key.
 """
 
 import hashlib
@@ -12,51 +12,49 @@ from typing import Any, NamedTuple
 
 from dualres.util.atomic_files import write_json
 
-FOLDER = "kept"
-PROTOCOL = 1  # of our own measuring: another number makes all that was kept stale
+FOLDER = "cache"
+PROTOCOL = 1  # increment it when our way of measuring changes: all cached results become stale
 
 
-class Piece(NamedTuple):
-    """Something to measure."""
+class Measurement(NamedTuple):
+    """Something to measure. Its result is a NamedTuple."""
 
-    title: str  # names the file and the lines of progress
-    key: Mapping[str, Any]  # all that decides the result, for JSON
-    measure: Callable[[], Any]
-    as_data: Callable[[Any], Mapping[str, Any]]  # the result, for JSON
-    from_data: Callable[[Mapping[str, Any]], Any]
+    title: str  # in file names and progress lines
+    key: Mapping[str, Any]  # all that determines the result, for JSON
+    run: Callable[[], Any]
+    from_data: Callable[[Mapping[str, Any]], Any]  # the result from the fields in the file
 
 
-def read(out: Path, piece: Piece, say: Callable[[str], None]) -> Any | None:
-    """The result that was kept under `out`, or None where there is none, or none that can be trusted."""
-    path = path_of(out, piece)
+def read(out: Path, measurement: Measurement, say: Callable[[str], None]) -> Any | None:
+    """The result that was cached in `out`; None if there is none, or if the file is damaged."""
+    path = path_of(out, measurement)
     try:
         found = json.loads(path.read_bytes())
-        if found["key"] != _key(piece) or found["checksum"] != _checksum(found["result"]):
-            raise ValueError("it is not what was written")
-        return piece.from_data(found["result"])
+        if found["key"] != _key(measurement) or found["checksum"] != _checksum(found["result"]):
+            raise ValueError("wrong key or checksum")
+        return measurement.from_data(found["result"])
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        say(f"{path} is damaged ({error}), so {piece.title} is measured anew")
+        say(f"{path} is damaged ({error}): measuring {measurement.title} again")
         return None
 
 
-def write(out: Path, piece: Piece, result: Any) -> None:
-    """Keep a result under `out`."""
-    path = path_of(out, piece)
+def write(out: Path, measurement: Measurement, result: Any) -> None:
+    path = path_of(out, measurement)
     path.parent.mkdir(parents=True, exist_ok=True)
-    data = json.loads(json.dumps(piece.as_data(result)))
-    write_json(path, {"key": _key(piece), "checksum": _checksum(data), "result": data})
+    data = result._asdict()
+    write_json(path, {"key": _key(measurement), "checksum": _checksum(data), "result": data})
 
 
-def path_of(out: Path, piece: Piece) -> Path:
-    """Where a piece is kept: its title, for people, and a hash of its key."""
-    title = "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in piece.title)
-    return out / FOLDER / f"{title[:80]}-{_checksum(_key(piece))[:16]}.json"
+def path_of(out: Path, measurement: Measurement) -> Path:
+    """The title, for people, and a hash of the key."""
+    title = "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in measurement.title)
+    return out / FOLDER / f"{title[:80]}-{_checksum(_key(measurement))[:16]}.json"
 
 
-def _key(piece: Piece) -> Any:
-    return json.loads(json.dumps({"protocol": PROTOCOL, **piece.key}))  # as it is read back: no tuples
+def _key(measurement: Measurement) -> Any:
+    return json.loads(json.dumps({"protocol": PROTOCOL, **measurement.key}))  # as it is read back: no tuples
 
 
 def _checksum(data: Any) -> str:

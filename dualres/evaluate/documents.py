@@ -1,12 +1,12 @@
-"""Documents to measure on: JSONL with a `text` in every row, and the source that each belongs to.
+"""Documents for perplexity: JSONL with a `text` in every row, grouped by source.
 
 folder/c4_en.jsonl            one file per source,
-folder/ptb/val/a.jsonl.gz     or one folder per source: all files below it,
-file.jsonl                    or one file whose rows name their `source`; those that do not, have the file's name
+folder/ptb/val/a.jsonl.gz     or one folder per source, with all files below it,
+file.jsonl                    or one file whose rows name their `source` (by default, the file's name)
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,9 +15,9 @@ from dualres.util.errors import DataError
 
 ENDINGS = (".jsonl", *(f".jsonl{compression}" for compression in COMPRESSIONS))
 SPLITS = ("train", "val", "validation", "dev", "test")  # Paloma has val and test
-MOST_SOURCES = 1000  # of one file, which is read once for each
+MOST_SOURCES = 1000  # in one file, which is read once per source
 
-PALOMA = {  # the folders of Paloma's sources: the paper's groups, in the order of its table
+PALOMA = {  # Paloma's folders -> the paper's groups, in the order of its table
     "4chan_meta_sep": "4chan",
     "c4_100_domains": "C4 100 Domains",
     "c4_en": "C4",
@@ -37,49 +37,54 @@ PALOMA = {  # the folders of Paloma's sources: the paper's groups, in the order 
 }
 
 
-class Source(NamedTuple):
-    """Where documents come from, with what they were found to hold."""
+class DocumentSource(NamedTuple):
+    """The documents of one source."""
 
     name: str
     files: tuple[Path, ...]
-    by_row: bool  # only the rows that name it are its own; otherwise all are
+    by_row: bool  # whether only rows that name the source belong to it; otherwise all do
     documents: int
-    bytes: int  # of their texts in UTF-8
-    content: str  # the same for the same texts in the same order
+    bytes: int  # of the texts in UTF-8
+    content: str  # digest of the texts and their order
 
 
-def find_sources(path: Path) -> list[Source]:
-    """The sources of a file or folder. All of it is read once, so that what is wrong shows before anything runs."""
+def find_sources(path: Path) -> list[DocumentSource]:
+    """The sources of a file or folder. Everything is read once, so that errors appear before any model runs."""
     if path.is_file():
-        found = _of_rows(path)
+        found = _in_one_file(path)
     elif path.is_dir():
-        found = [_of_files(name, files) for name, files in _layout(path).items()]
+        found = []
+        for name, files in _layout(path).items():
+            tally = _Tally()
+            for text in _texts(name, files, by_row=False):
+                tally.add(text)
+            found.append(tally.source(name, files, by_row=False))
     else:
-        raise DataError(f"no documents at {path}: give a folder with a file or folder per source, or a JSONL file")
+        raise DataError(f"no documents at {path}: use a JSONL file, or a folder with a file or folder per source")
     for source in found:
         if source.bytes == 0:
             where = ", ".join(str(file) for file in source.files[:3])
-            raise DataError(f"the source {source.name} has no text ({where}): add documents to it, or take it away")
+            raise DataError(f"the source {source.name} has no text ({where}): add documents to it, or remove it")
     return found
 
 
-def texts(source: Source) -> Iterator[str]:
-    """Its documents one after the other, refused at the end where they are not those that were found."""
+def texts(source: DocumentSource) -> Iterator[str]:
+    """The documents of a source. Raises at the end if they changed since the source was found."""
     tally = _Tally()
     for text in _texts(source.name, source.files, source.by_row):
         tally.add(text)
         yield text
-    if tally.content != source.content:
-        raise DataError(f"the source {source.name} has changed while it was read: give the same command again")
+    if tally.hash.hexdigest() != source.content:
+        raise DataError(f"the source {source.name} changed while it was read: run the command again")
 
 
 def group_name(source: str) -> str:
-    """The paper's name of a Paloma source; any other keeps its own."""
+    """The paper's name of a Paloma source; other sources keep theirs."""
     return PALOMA.get(source, source)
 
 
 def _layout(folder: Path) -> dict[str, list[Path]]:
-    """The files of every source of a folder, by name. Hidden ones, such as a download's cache, are left alone."""
+    """Source name -> files. Hidden files, such as a download's cache, are ignored."""
     found: dict[str, list[Path]] = {}
     for path in sorted(folder.iterdir()):
         if path.name.startswith("."):
@@ -87,85 +92,73 @@ def _layout(folder: Path) -> dict[str, list[Path]]:
         if path.is_dir():
             below = sorted(p for p in path.rglob("[!.]*") if p.is_file() and _is_documents(p))
             if not below:
-                raise DataError(f"{path} holds no file that ends with {', '.join(ENDINGS)}: fill it, or take it away")
+                raise DataError(
+                    f"{path} has no file that ends with {', '.join(ENDINGS)}: add one, or remove the folder"
+                )
             name = path.name
             splits = sorted({p.relative_to(path).parts[0] for p in below} & {*SPLITS})
             if len(splits) > 1:
-                raise DataError(f"{path} holds the splits {' and '.join(splits)}: keep the one to measure on")
+                raise DataError(f"{path} has the splits {' and '.join(splits)}: keep the one to evaluate")
         elif _is_documents(path):
             below, name = [path], _stem(path)
         else:
             continue
         if name in found:
-            raise DataError(f"{path} and {found[name][0]} are both the source {name}: keep one of them")
+            raise DataError(f"{path} and {found[name][0]} are both the source {name}: keep one")
         found[name] = below
     if not found:
-        raise DataError(f"{folder} holds no documents: put a file per source there, such as c4_en.jsonl")
+        raise DataError(f"{folder} has no documents: add a file per source, such as c4_en.jsonl")
     return found
 
 
-def _of_files(name: str, files: list[Path]) -> Source:
-    tally = _Tally()
-    for text in _texts(name, files, by_row=False):
-        tally.add(text)
-    return Source(name, tuple(files), False, tally.documents, tally.bytes, tally.content)
-
-
-def _of_rows(path: Path) -> list[Source]:
-    """The sources of a single file, in the order of their first rows."""
+def _in_one_file(path: Path) -> list[DocumentSource]:
+    """The sources of one file, in the order of their first rows."""
     if not _is_documents(path):
-        raise DataError(f"{path} is of no known kind: name it {', '.join(ENDINGS)}")
+        raise DataError(f"{path} has an unknown suffix: use {', '.join(ENDINGS)}")
     tallies: dict[str, _Tally] = {}
     for where, row in _rows(path):
         name = _source_of(row, path, where)
         if name not in tallies and len(tallies) == MOST_SOURCES:
             raise DataError(
-                f"{where} names yet another source after {MOST_SOURCES:,}, {name!r:.40}: name in `source` where texts "
-                "come from and not each text, or put one file per source into a folder"
+                f"{where} has source number {MOST_SOURCES + 1:,}, {name!r:.40}: `source` must name a collection of "
+                "texts, not each text"
             )
-        tallies.setdefault(name, _Tally()).add(_text_of(row, where))
+        tallies.setdefault(name, _Tally()).add(_string(row, "text", where))
     if not tallies:
-        raise DataError(f"the source {_stem(path)} has no text ({path}): add documents to it")
-    return [Source(name, (path,), True, t.documents, t.bytes, t.content) for name, t in tallies.items()]
+        tallies[_stem(path)] = _Tally()
+    return [tally.source(name, [path], by_row=True) for name, tally in tallies.items()]
 
 
-def _texts(name: str, files: list[Path] | tuple[Path, ...], by_row: bool) -> Iterator[str]:
+def _texts(name: str, files: Sequence[Path], by_row: bool) -> Iterator[str]:
     for path in files:
         for where, row in _rows(path):
             if not by_row or _source_of(row, path, where) == name:
-                yield _text_of(row, where)
+                yield _string(row, "text", where)
 
 
 def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     for where, row in json_rows(path):
         if not isinstance(row, dict):
-            raise DataError(f'{where} is no object but {row!r:.40}: write {{"text": "…"}}')
+            raise DataError(f'{where} is not an object but {row!r:.40}: write {{"text": "…"}}')
         yield where, row
 
 
-def _text_of(row: dict[str, Any], where: str) -> str:
-    if "text" not in row:
-        raise DataError(f"{where} has no `text` (it has {', '.join(row) or 'nothing'}): put the document there")
-    text = row["text"]
-    if not isinstance(text, str):
-        raise DataError(f"{where} has a `text` that is no string but {text!r:.40}: mend it or leave it out")
-    return _encodable(text, "text", where)
-
-
 def _source_of(row: dict[str, Any], path: Path, where: str) -> str:
-    """What a row names, or the file's name."""
-    name = row.get("source", _stem(path))
-    if not isinstance(name, str) or not name:
-        raise DataError(f"{where} has a `source` that is no name but {name!r:.40}: mend it or leave it out")
-    return _encodable(name, "source", where)
+    return _string({"source": _stem(path), **row}, "source", where)
 
 
-def _encodable(text: str, key: str, where: str) -> str:
+def _string(row: dict[str, Any], key: str, where: str) -> str:
+    value = row.get(key)
+    if not isinstance(value, str) or (key == "source" and not value):
+        raise DataError(
+            f"{where} has {value!r:.40} as `{key}`, not a string (it has {', '.join(row) or 'nothing'}): fix or remove "
+            "the row"
+        )
     try:
-        text.encode()
-    except UnicodeEncodeError as error:  # JSON can write half of a pair, "\\ud800"
-        raise DataError(f"{where} has a `{key}` that is no Unicode, mend it or leave it out: {error}") from None
-    return text
+        value.encode()
+    except UnicodeEncodeError as error:  # JSON can encode a lone surrogate, "\\ud800"
+        raise DataError(f"{where} has a `{key}` that is not valid Unicode, fix or remove the row: {error}") from None
+    return value
 
 
 def _is_documents(path: Path) -> bool:
@@ -178,8 +171,6 @@ def _stem(path: Path) -> str:
 
 
 class _Tally:
-    """Counts documents as they pass."""
-
     def __init__(self) -> None:
         self.documents = self.bytes = 0
         self.hash = hashlib.blake2b(digest_size=16)
@@ -188,8 +179,7 @@ class _Tally:
         data = text.encode()
         self.documents += 1
         self.bytes += len(data)
-        self.hash.update(f"{len(data)} ".encode() + data)  # the length, so that edges between documents count
+        self.hash.update(f"{len(data)} ".encode() + data)  # the length makes document boundaries part of the digest
 
-    @property
-    def content(self) -> str:
-        return self.hash.hexdigest()
+    def source(self, name: str, files: Sequence[Path], by_row: bool) -> DocumentSource:
+        return DocumentSource(name, tuple(files), by_row, self.documents, self.bytes, self.hash.hexdigest())

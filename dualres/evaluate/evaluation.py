@@ -1,4 +1,4 @@
-"""All that is asked of a model, piece by piece: what was kept is taken, the rest is measured and kept."""
+"""Everything that is requested of a model, one measurement after the other, from the cache where possible."""
 
 import hashlib
 import json
@@ -11,11 +11,11 @@ from dualres.config.schema import ConfigError
 from dualres.data.shards import read_index
 from dualres.data.tokenizer import tokens_description
 from dualres.evaluate import cache, perplexity, zero_shot
-from dualres.evaluate.batch_size import Batch, batch_for
-from dualres.evaluate.cache import Piece
-from dualres.evaluate.documents import Source
+from dualres.evaluate.batch_size import batch_for
+from dualres.evaluate.cache import Measurement
+from dualres.evaluate.documents import DocumentSource
 from dualres.evaluate.perplexity import FirstToken, SourceScore
-from dualres.evaluate.task_documents import TaskDocuments
+from dualres.evaluate.tasks import TaskDocuments
 from dualres.evaluate.validation import ValidationScore, validation_loss
 from dualres.evaluate.zero_shot import TaskScore
 from dualres.hub.open_model import TrainedModel
@@ -25,143 +25,131 @@ from dualres.util.progress import Progress, Show, duration
 
 
 @dataclass(frozen=True)
-class Asked:
+class EvaluationRequest:
     """What to measure, the same for all models."""
 
-    validation: Path | None = None  # a prepared folder
+    validation: Path | None = None  # folder of `dualres prepare`
     validation_tokens: int | None = None  # at most; None: all
-    documents: str = ""  # how the sources are called together
-    sources: tuple[Source, ...] = ()
+    documents: str = ""  # collective name of the sources
+    sources: tuple[DocumentSource, ...] = ()
     first_token: FirstToken = "scored"
     tasks: tuple[TaskDocuments, ...] = ()
-    limit: int | None = None  # documents of a task
-    rows: int | None = None  # of a batch; None: by memory
+    limit: int | None = None  # documents per task
+    rows: int | None = None  # per batch; None: chosen by memory
 
 
 class ModelResult(NamedTuple):
-    """What one model reached; None or left out where it was not asked for, or failed."""
+    """The results of one model, without those that failed or were not requested."""
 
     name: str
     identity: str
-    tokenizer: str  # the same for the same tokenizer
+    tokenizer: str  # digest
     context: int
     validation: ValidationScore | None
     sources: tuple[SourceScore, ...]
     tasks: tuple[TaskScore, ...]
 
 
-class Failure(NamedTuple):
-    """A piece that could not be measured."""
-
+class FailedMeasurement(NamedTuple):
     what: str
     error: Exception
 
-    @property
-    def in_words(self) -> str:
-        """On one line; an error that is not of ours says its kind."""
-        text = " ".join(str(self.error).split())
-        kind = (
-            ""
-            if isinstance(self.error, ConfigError | DataError | ModelError | TrainError)
-            else f"{type(self.error).__name__}: "
-        )
-        return f"dualres: {self.what} failed: {kind}{text}"
+    def __str__(self) -> str:
+        """On one line; with the type of errors that are not ours."""
+        ours = isinstance(self.error, ConfigError | DataError | ModelError | TrainError)
+        kind = "" if ours else f"{type(self.error).__name__}: "
+        return f"dualres: {self.what} failed: {kind}{' '.join(str(self.error).split())}"
 
 
-def measure(subject: TrainedModel, asked: Asked, out: Path, progress: Progress) -> tuple[ModelResult, list[Failure]]:
-    """Every piece, each kept under `out` as soon as it is there. One that fails leaves the others alone."""
+def measure(
+    model: TrainedModel, request: EvaluationRequest, out: Path, progress: Progress
+) -> tuple[ModelResult, list[FailedMeasurement]]:
+    """Run every measurement that is not cached in `out`. One that fails does not stop the others."""
     results: list[Any] = []
     failures = []
-    for piece in pieces(subject, asked, lambda text: progress.show(f"{subject.name}  {text}")):
-        what = f"{subject.name}  {piece.title}"
-        result = cache.read(out, piece, progress.say)
+    for measurement in measurements(model, request, lambda text: progress.show(f"{model.name}  {text}")):
+        what = f"{model.name}  {measurement.title}"
+        result = cache.read(out, measurement, progress.say)
         if result is not None:
-            progress.say(f"{what}: {_in_words(result)} (kept from before)")
+            progress.say(f"{what}: {_summary(result)} (cached)")
             results.append(result)
             continue
         start = time.monotonic()
         try:
-            result = piece.measure()
-        except (MissingExtraError, OSError):  # the next piece would meet them too
+            result = measurement.run()
+        except (MissingExtraError, OSError):  # the others would fail as well
             raise
         except Exception as error:
-            failures.append(Failure(what, error))
-            progress.say(failures[-1].in_words)
+            failures.append(FailedMeasurement(what, error))
+            progress.say(str(failures[-1]))
             continue
-        cache.write(out, piece, result)
-        progress.say(f"{what}: {_in_words(result)} ({duration(time.monotonic() - start)})")
+        cache.write(out, measurement, result)
+        progress.say(f"{what}: {_summary(result)} ({duration(time.monotonic() - start)})")
         results.append(result)
-    return _result(subject, results), failures
-
-
-def pieces(subject: TrainedModel, asked: Asked, show: Show) -> list[Piece]:
-    """What is asked of a model, with the keys under which it is kept."""
-    batch = batch_for(subject, asked.rows)
-    validation = [] if asked.validation is None else [_validation(subject, asked, asked.validation, batch, show)]
-    sources = [_source(subject, asked, source, batch, show) for source in asked.sources]
-    return [*validation, *sources, *(_task(subject, asked, documents, batch, show) for documents in asked.tasks)]
-
-
-def _validation(subject: TrainedModel, asked: Asked, data: Path, batch: Batch, show: Show) -> Piece:
-    tokens = asked.validation_tokens
-    return Piece(
-        "validation",
-        _key(subject, measure="validation", content=read_index(data).content, tokens=tokens),
-        lambda: validation_loss(subject, data, batch=batch, tokens=tokens, show=show),
-        lambda score: score._asdict(),
-        lambda found: ValidationScore(**found),
-    )
-
-
-def _source(subject: TrainedModel, asked: Asked, source: Source, batch: Batch, show: Show) -> Piece:
-    first = asked.first_token
-    return Piece(
-        f"perplexity {source.name}",
-        _key(subject, measure="perplexity", source=source.name, content=source.content, first_token=first),
-        lambda: perplexity.score_source(subject, source, batch=batch, first_token=first, show=show),
-        perplexity.as_data,
-        perplexity.from_data,
-    )
-
-
-def _task(subject: TrainedModel, asked: Asked, documents: TaskDocuments, batch: Batch, show: Show) -> Piece:
-    what = {"task": documents.task.name, "split": documents.split, "origin": documents.origin}
-    version = zero_shot.harness_version()  # and with it the task's
-    return Piece(
-        f"zero-shot {documents.task.name}",
-        _key(subject, measure="zero-shot", **what, content=documents.digest, harness=version, limit=asked.limit),
-        lambda: zero_shot.score_task(subject, documents, batch=asked.rows or batch, limit=asked.limit, show=show),
-        zero_shot.as_data,
-        zero_shot.from_data,
-    )
-
-
-def _key(subject: TrainedModel, **what: Any) -> dict[str, Any]:
-    return {"model": subject.identity, "context": subject.context, "prefix": subject.prefix, **what}
-
-
-def tokenizer_digest(subject: TrainedModel) -> str:
-    """The same for two tokenizers that make the same tokens of a text, whatever they add to it or decode to."""
-    backend = subject.backend
-    described = {} if backend is None else tokens_description(backend)
-    vocabulary = subject.require_tokenizer().get_vocab() if backend is None else backend.get_vocab()
-    text = json.dumps([described, sorted(vocabulary.items())], sort_keys=True)
-    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:16]
-
-
-def _result(subject: TrainedModel, results: list[Any]) -> ModelResult:
-    return ModelResult(
-        subject.name,
-        subject.identity,
-        tokenizer_digest(subject),
-        subject.context,
+    found = ModelResult(
+        model.name,
+        model.identity,
+        tokenizer_digest(model),
+        model.context,
         next((result for result in results if isinstance(result, ValidationScore)), None),
         tuple(result for result in results if isinstance(result, SourceScore)),
         tuple(result for result in results if isinstance(result, TaskScore)),
     )
+    return found, failures
 
 
-def _in_words(result: Any) -> str:
+def measurements(model: TrainedModel, request: EvaluationRequest, show: Show) -> list[Measurement]:
+    """What is requested of a model, with the keys under which the results are cached."""
+    batch = batch_for(model, request.rows)
+    who = {"model": model.identity, "context": model.context, "prefix": model.prefix}
+
+    def validation(data: Path) -> Measurement:
+        tokens = request.validation_tokens
+        return Measurement(
+            "validation",
+            {**who, "measure": "validation", "content": read_index(data).content, "tokens": tokens},
+            lambda: validation_loss(model, data, batch=batch, tokens=tokens, show=show),
+            lambda data: ValidationScore(**data),
+        )
+
+    def source(source: DocumentSource) -> Measurement:
+        first = request.first_token
+        what = {"measure": "perplexity", "source": source.name, "content": source.content, "first_token": first}
+        return Measurement(
+            f"perplexity {source.name}",
+            {**who, **what},
+            lambda: perplexity.score_source(model, source, batch=batch, first_token=first, show=show),
+            lambda data: SourceScore(**data),
+        )
+
+    def task(documents: TaskDocuments) -> Measurement:
+        what = {"measure": "zero-shot", "task": documents.task.name, "split": documents.split}
+        what |= {"origin": documents.origin, "content": documents.digest, "harness": zero_shot.harness_version()}
+        rows = request.rows or batch
+        return Measurement(
+            f"zero-shot {documents.task.name}",
+            {**who, **what, "limit": request.limit},
+            lambda: zero_shot.score_task(model, documents, batch=rows, limit=request.limit, show=show),
+            zero_shot.from_data,
+        )
+
+    return [
+        *([] if request.validation is None else [validation(request.validation)]),
+        *map(source, request.sources),
+        *map(task, request.tasks),
+    ]
+
+
+def tokenizer_digest(model: TrainedModel) -> str:
+    """Equal for two tokenizers that split text into the same tokens, whatever special tokens they add."""
+    backend = model.backend
+    described = {} if backend is None else tokens_description(backend)
+    vocabulary = model.require_tokenizer().get_vocab() if backend is None else backend.get_vocab()
+    text = json.dumps([described, sorted(vocabulary.items())], sort_keys=True)
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:16]
+
+
+def _summary(result: Any) -> str:
     match result:
         case ValidationScore():
             return f"loss {result.loss:.4f}"
@@ -170,4 +158,4 @@ def _in_words(result: Any) -> str:
         case TaskScore():
             error = "" if result.printed.error is None else f" ± {100 * result.printed.error:.2f}"
             return f"{result.metric} {100 * result.printed.value:.2f}{error}"
-    raise TypeError(f"no result: {result!r}")
+    raise TypeError(f"not a result: {result!r}")

@@ -1,169 +1,285 @@
-"""The paper's three evaluation tables with our models in them: language-model fit, perplexity by source, zero-shot."""
+"""The paper's three evaluation tables with our models: language-model fit, perplexity by source, zero-shot accuracy.
+
+The notes of a table say how its numbers were measured, and what they cannot be compared with.
+"""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from dualres.config import paper
-from dualres.evaluate import footnotes
 from dualres.evaluate.documents import PALOMA, group_name
-from dualres.evaluate.evaluation import Asked, ModelResult
+from dualres.evaluate.evaluation import EvaluationRequest, ModelResult
 from dualres.evaluate.perplexity import macro, pooled
 from dualres.evaluate.tasks import TASKS
-from dualres.evaluate.zero_shot import Accuracy, TaskScore, average
+from dualres.evaluate.zero_shot import Accuracy, average, harness_version
 
-NOTHING = "—"
+EMPTY = "—"
 REFERENCE = "the paper's 1B, not reproduced here"
 MEASURES = (("Token PPL", "token_ppl"), ("Byte PPL", "byte_ppl"), ("BPB", "bits_per_byte"))
+TITLES = {task.name: task.title for task in TASKS}
+
+BEST = "Bold: the best of our models, by the printed digits; the paper's rows are not considered."
+FIRST_TOKEN = {
+    "scored": "every token scored, the first of a document given the token that begins or separates documents",
+    "skipped": "the first token of each window skipped",
+}
+PAPER_TOKENS = (
+    "The paper does not name its tokenizer, on which its per-token numbers depend: compare them with caution."
+)
+PAPER_POOL = (
+    "The paper's pooled token PPL is below that of each of its sixteen sources, which its equation cannot produce: do "
+    "not compare ours with it."
+)
 
 
-class Cell(NamedTuple):
-    """What stands in one place of a table."""
-
+class TableCell(NamedTuple):
     text: str
-    error: str = ""  # after a ±
+    error: str = ""  # standard error, printed after ±
     bold: bool = False
 
 
-class Column(NamedTuple):
-    """One measure of every model."""
-
-    name: str
-    cells: list[Cell]
+Rows = tuple[tuple[TableCell, ...], ...]
+Columns = dict[str, list[TableCell]]  # measure -> one cell per model
 
 
-class Table(NamedTuple):
-    """One table, in no format yet."""
+class ResultTable(NamedTuple):
+    """A table before it is rendered."""
 
     name: str
     title: str
     header: tuple[str, ...]
-    rows: tuple[tuple[Cell, ...], ...]  # the first cell is the row's name
-    reference: tuple[tuple[Cell, ...], ...]  # the paper's rows
-    notes: tuple[str, ...]  # what was measured
+    rows: Rows  # the first cell is the row's name
+    reference: Rows  # the paper's
+    notes: tuple[str, ...]
 
 
-def tables(models: Sequence[ModelResult], asked: Asked) -> list[Table]:
-    """Those of the three that something was asked for."""
+def tables(models: Sequence[ModelResult], request: EvaluationRequest) -> list[ResultTable]:
+    """The tables of the measures that were requested."""
     made = []
-    if asked.validation is not None or asked.sources:
-        made.append(fit(models, asked))
-    if asked.sources:
-        made.append(by_source(models, asked))
-    if asked.tasks:
-        made.append(zero_shot(models, asked))
+    if request.validation is not None or request.sources:
+        made.append(fit(models, request))
+    if request.sources:
+        made.append(by_source(models, request))
+    if request.tasks:
+        made.append(zero_shot(models, request))
     return made
 
 
-def fit(models: Sequence[ModelResult], asked: Asked) -> Table:
+def is_paloma(request: EvaluationRequest) -> bool:
+    """Whether the sources have the names of Paloma's sixteen."""
+    return {source.name for source in request.sources} == set(PALOMA)
+
+
+def same_tokenizer(models: Sequence[ModelResult]) -> bool:
+    """Whether per-token numbers can be compared."""
+    return len({model.tokenizer for model in models}) == 1
+
+
+def comparable_per_byte(models: Sequence[ModelResult], request: EvaluationRequest) -> bool:
+    """Whether per-byte numbers can be compared: if first tokens are skipped, only between equal windows."""
+    same_windows = same_tokenizer(models) and len({model.context for model in models}) == 1
+    return request.first_token == "scored" or same_windows
+
+
+def fit(models: Sequence[ModelResult], request: EvaluationRequest) -> ResultTable:
     """Validation loss; perplexity per token and byte and bits per byte, pooled over sources and as their mean."""
-    per_token = footnotes.one_tokenizer(models)  # what is counted per token can be compared
-    columns = []
-    if asked.validation is not None:
+    per_token = same_tokenizer(models)
+    columns: Columns = {}
+    if request.validation is not None:
         losses = [None if model.validation is None else model.validation.loss for model in models]
-        columns.append(Column("Val. loss", _lowest([_digits(loss, 3) for loss in losses], per_token)))
-    if asked.sources:
-        whole = [model.sources if len(model.sources) == len(asked.sources) else None for model in models]
-        for aggregate, ending in ((pooled, ""), (macro, ", macro")):
-            found: list[Any] = [None if scores is None else aggregate(scores) for scores in whole]
+        columns["Val. loss"] = _lowest(losses, 3, per_token)
+    if request.sources:
+        complete = [model.sources if len(model.sources) == len(request.sources) else None for model in models]
+        for aggregate, suffix in ((pooled, ""), (macro, ", macro")):
+            scores: list[Any] = [None if sources is None else aggregate(sources) for sources in complete]
             for name, measure in MEASURES:
-                texts = [NOTHING if score is None else _digits(getattr(score, measure), 3) for score in found]
-                comparable = per_token if measure == "token_ppl" else footnotes.per_byte(models, asked)
-                columns.append(Column(name + ending, _lowest(texts, comparable)))
-    return Table(
+                values = [None if score is None else getattr(score, measure) for score in scores]
+                comparable = per_token if measure == "token_ppl" else comparable_per_byte(models, request)
+                columns[name + suffix] = _lowest(values, 3, comparable)
+    return ResultTable(
         "fit",
-        "Language-model fit" + (f": {footnotes.sources(asked)}" if asked.sources else ""),
-        ("Model", *(column.name for column in columns)),
-        _rows(models, columns),
-        _reference(paper.FIT, paper.FIT_COLUMNS, columns),
-        footnotes.fit(models, asked),
+        "Language-model fit" + (f": {_describe_sources(request)}" if request.sources else ""),
+        ("Model", *columns),
+        _model_rows(models, columns),
+        _paper_rows(paper.FIT, paper.FIT_COLUMNS, columns),
+        _fit_notes(models, request),
     )
 
 
-def by_source(models: Sequence[ModelResult], asked: Asked) -> Table:
-    """Token perplexity of every source, in the paper's order and under its names where it has them."""
-    order, printed = [*PALOMA], {row.group: row.perplexity for row in paper.PALOMA}
-    names = [source.name for source in asked.sources]
-    names = [
-        *sorted((name for name in names if name in PALOMA), key=order.index),
-        *(n for n in names if n not in PALOMA),
-    ]
-    methods = [f"paper's {name}" for name in paper.PALOMA_METHODS] if set(names) & set(order) else []
+def _fit_notes(models: Sequence[ModelResult], request: EvaluationRequest) -> tuple[str, ...]:
+    notes = []
+    if request.validation is not None:
+        tokens = _by_model(models, [m.validation and f"{m.validation.tokens:,} tokens" for m in models])
+        notes.append(
+            f"Val. loss: nats per token on {tokens} of {request.validation.name}, in {_windows(models)}, packed as in "
+            "training; the paper's is on FineWeb-Edu."
+        )
+    if request.sources:
+        notes.append(_perplexity_note(models, request))
+        notes.append("Pooled: over all tokens or bytes of all sources. Macro: the unweighted mean over sources.")
+        notes.append(f"The paper's PPL and BPB are on Paloma. {PAPER_POOL}")
+    if not comparable_per_byte(models, request):
+        notes.append(
+            "Skipped tokens are not predicted but their bytes count: with different windows or tokenizers, per-byte "
+            "numbers are not comparable and none is bold."
+        )
+    return (*notes, PAPER_TOKENS, f"Lower is better. {BEST}", *_tokenizer_notes(models))
+
+
+def by_source(models: Sequence[ModelResult], request: EvaluationRequest) -> ResultTable:
+    """Token perplexity of every source; Paloma's in the paper's order and under its names."""
+    printed = {row.group: row.perplexity for row in paper.PALOMA}
+    names = [source.name for source in request.sources]
+    known = [name for name in PALOMA if name in names]
+    methods = [f"paper's {name}" for name in paper.PALOMA_METHODS] if known else []
     rows = []
-    for name in names:
-        found = [next((score for score in model.sources if score.name == name), None) for model in models]
-        texts = [NOTHING if score is None else _digits(score.token_ppl, 2) for score in found]
-        theirs = printed[PALOMA[name]] if name in PALOMA else [NOTHING for _ in methods]
-        ours = _lowest(texts, footnotes.one_tokenizer(models))
-        rows.append((Cell(group_name(name)), *ours, *(Cell(text) for text in theirs)))
-    return Table(
+    for name in [*known, *(name for name in names if name not in PALOMA)]:
+        values = [next((s.token_ppl for s in model.sources if s.name == name), None) for model in models]
+        theirs = printed[PALOMA[name]] if name in PALOMA else [EMPTY for _ in methods]
+        ours = _lowest(values, 2, same_tokenizer(models))
+        rows.append((TableCell(group_name(name)), *ours, *(TableCell(text) for text in theirs)))
+    notes = [_perplexity_note(models, request)]
+    if known:
+        notes.append(f"The paper's columns are its 1B models on Paloma, not reproduced here. {PAPER_TOKENS}")
+    if known and not is_paloma(request):
+        notes.append(
+            f"By name, {len(known)} of Paloma's sixteen sources are here; their documents need not be Paloma's."
+        )
+    return ResultTable(
         "sources",
-        f"Token perplexity by source: {footnotes.sources(asked)}",
+        f"Token perplexity by source: {_describe_sources(request)}",
         ("Source", *(model.name for model in models), *methods),
         tuple(rows),
         (),
-        footnotes.by_source(models, asked),
+        (*notes, f"Lower is better. {BEST}", *_tokenizer_notes(models), "report.json has all measures per source."),
     )
 
 
-def zero_shot(models: Sequence[ModelResult], asked: Asked) -> Table:
+def zero_shot(models: Sequence[ModelResult], request: EvaluationRequest) -> ResultTable:
     """Accuracy in percent on every task, and the unweighted mean."""
-    names = {documents.task.name for documents in asked.tasks}
+    names = {documents.task.name for documents in request.tasks}
     tasks = [task for task in TASKS if task.name in names]
-    columns = [Column(task.title, _highest([_of(model, task.name, task.metric) for model in models])) for task in tasks]
-    means = [
-        Accuracy(average(model.tasks), None) if len(model.tasks) == len(tasks) else None  # of failed tasks, none
-        for model in models
-    ]
-    columns.append(Column("Avg." if len(tasks) == len(TASKS) else f"Avg. of {len(tasks)}", _highest(means)))
+    columns = {task.title: _highest(_accuracies(models, task.name, task.metric)) for task in tasks}
+    means = [Accuracy(average(m.tasks), None) if len(m.tasks) == len(tasks) else None for m in models]
+    columns["Avg." if len(tasks) == len(TASKS) else f"Avg. of {len(tasks)}"] = _highest(means)
     if "social_iqa" in names:
-        columns.append(Column("SocialIQA acc", _highest([_of(model, "social_iqa", "acc") for model in models])))
-    return Table(
+        columns["SocialIQA acc"] = _highest(_accuracies(models, "social_iqa", "acc"))
+    return ResultTable(
         "zero-shot",
-        "Zero-shot accuracy in percent" + (f", first {asked.limit:,} documents of each task" if asked.limit else ""),
-        ("Model", *(column.name for column in columns)),
-        _rows(models, columns),
-        _reference(paper.ZERO_SHOT, paper.ZERO_SHOT_COLUMNS, columns),
-        footnotes.zero_shot(models, asked),
+        "Zero-shot accuracy in percent"
+        + (f", first {request.limit:,} documents of each task" if request.limit else ""),
+        ("Model", *columns),
+        _model_rows(models, columns),
+        _paper_rows(paper.ZERO_SHOT, paper.ZERO_SHOT_COLUMNS, columns),
+        _zero_shot_notes(models, request),
     )
 
 
-def _rows(models: Sequence[ModelResult], columns: Sequence[Column]) -> tuple[tuple[Cell, ...], ...]:
+def _zero_shot_notes(models: Sequence[ModelResult], request: EvaluationRequest) -> tuple[str, ...]:
+    scores = [score for model in models for score in model.tasks]
+    titles = {m: [TITLES[d.task.name] for d in request.tasks if d.task.metric == m] for m in ("acc_norm", "acc")}
+    metrics = "; ".join(f"{metric} of {', '.join(names)}" for metric, names in titles.items() if names)
+    harness = ", ".join(dict.fromkeys(score.harness for score in scores)) or harness_version()
+    context = _by_model(models, [f"{model.context:,} tokens" for model in models])
+    notes = [
+        f"lm-evaluation-harness {harness}, default task formulations, zero-shot, context of at most {context}: "
+        f"{metrics}; ± standard error over documents."
+    ]
+    if request.limit:
+        notes.append(f"Only the first {request.limit:,} documents of each task: a trial run, not a result.")
+    places: dict[str, list[str]] = {}
+    counts = {score.task: f" {score.documents:,}" for score in scores}
+    for d in request.tasks:
+        text = f"{TITLES[d.task.name]}{counts.get(d.task.name, '')}" + (f" ({d.note})" if d.note else "")
+        places.setdefault(f"{d.split} of {d.origin}", []).append(text)
+    notes.append("Documents: " + "; ".join(f"{place}: {', '.join(texts)}" for place, texts in places.items()) + ".")
+    if others := [d.task for d in request.tasks if d.split != d.task.split]:
+        splits = " or ".join(sorted({task.split for task in others}))
+        notes.append(
+            f"The harness's default split of {', '.join(task.title for task in others)} is {splits}, which was not "
+            "available: these numbers are on another split and cannot be compared with the paper's."
+        )
+    if "social_iqa" in {d.task.name for d in request.tasks}:
+        notes.append(
+            "The harness reports only acc for SocialIQA (last column); acc_norm is added, and is in the average."
+        )
+    truncated = []
+    for name in (d.task.name for d in request.tasks):
+        cuts = [next((f"{s.cut:,}" for s in model.tasks if s.task == name), None) for model in models]
+        if {*cuts} - {None, "0"}:
+            truncated.append(f"{TITLES[name]} {_by_model(models, cuts)}")
+    if truncated:
+        notes.append(f"Answers whose prompt was truncated to fit into the context: {'; '.join(truncated)}.")
+    return (*notes, f"Higher is better; Avg. is the unweighted mean over tasks. {BEST}")
+
+
+def _describe_sources(request: EvaluationRequest) -> str:
+    """For a title."""
+    if is_paloma(request):
+        return f"Paloma, its sixteen sources as in {request.documents}"
+    count = len(request.sources)
+    return f"{count} {'source' if count == 1 else 'sources'} of {request.documents}, which are not Paloma"
+
+
+def _perplexity_note(models: Sequence[ModelResult], request: EvaluationRequest) -> str:
+    documents, size = (sum(getattr(source, name) for source in request.sources) for name in ("documents", "bytes"))
+    return (
+        f"Perplexity: {documents:,} documents of {size:,} bytes, each scored on its own in {_windows(models)}, "
+        f"{FIRST_TOKEN[request.first_token]}."
+    )
+
+
+def _tokenizer_notes(models: Sequence[ModelResult]) -> list[str]:
+    if same_tokenizer(models):
+        return []
+    return [
+        "The models have different tokenizers: per-token loss and perplexity are not comparable and not bold. Compare "
+        "per byte."
+    ]
+
+
+def _windows(models: Sequence[ModelResult]) -> str:
+    return f"windows of {_by_model(models, [f'{model.context:,} tokens' for model in models])}"
+
+
+def _by_model(models: Sequence[ModelResult], texts: Sequence[str | None]) -> str:
+    """One text if it is the same for all models, otherwise each with the model's name."""
+    found = [(model.name, text) for model, text in zip(models, texts, strict=True) if text is not None]
+    if len({text for _, text in found}) <= 1:
+        return found[0][1] if found else "no tokens"
+    return ", ".join(f"{text} ({name})" for name, text in found)
+
+
+def _model_rows(models: Sequence[ModelResult], columns: Columns) -> Rows:
+    return tuple((TableCell(model.name), *(cells[i] for cells in columns.values())) for i, model in enumerate(models))
+
+
+def _paper_rows(printed: Sequence[paper.PrintedScores], names: Sequence[str], columns: Columns) -> Rows:
+    rows = [(row.name, dict(zip(names, row.scores, strict=True))) for row in printed]
     return tuple(
-        (Cell(model.name), *(column.cells[number] for column in columns)) for number, model in enumerate(models)
+        (TableCell(name), *(TableCell(scores.get(column, EMPTY)) for column in columns)) for name, scores in rows
     )
 
 
-def _reference(
-    printed: Sequence[paper.PrintedScores], names: Sequence[str], columns: Sequence[Column]
-) -> tuple[tuple[Cell, ...], ...]:
-    """The paper's rows; nothing where it has no such column."""
-    found = [(row.name, dict(zip(names, row.scores, strict=True))) for row in printed]
-    return tuple(
-        (Cell(name), *(Cell(scores.get(column.name, NOTHING)) for column in columns)) for name, scores in found
-    )
+def _accuracies(models: Sequence[ModelResult], task: str, metric: str) -> list[Accuracy | None]:
+    return [next((score.accuracies[metric] for score in m.tasks if score.task == task), None) for m in models]
 
 
-def _of(model: ModelResult, task: str, metric: str) -> Accuracy | None:
-    score: TaskScore | None = next((score for score in model.tasks if score.task == task), None)
-    return None if score is None else score.accuracies[metric]
+def _lowest(values: Sequence[float | None], digits: int, comparable: bool) -> list[TableCell]:
+    """Bold: the lowest of at least two, by the printed digits, with ties."""
+    texts = [EMPTY if value is None else f"{value:,.{digits}f}" for value in values]
+    printed = [None if text == EMPTY else float(text.replace(",", "")) for text in texts]
+    found = [value for value in printed if value is not None]
+    best = min(found) if comparable and len(found) > 1 else None
+    return [
+        TableCell(text, bold=best is not None and value == best) for text, value in zip(texts, printed, strict=True)
+    ]
 
 
-def _digits(value: float | None, digits: int) -> str:
-    return NOTHING if value is None else f"{value:,.{digits}f}"
-
-
-def _lowest(texts: Sequence[str], comparable: bool) -> list[Cell]:
-    """Bold is the lowest of at least two, by what is printed: so are all that print the same."""
-    values = {text: float(text.replace(",", "")) for text in texts if text != NOTHING}
-    several = comparable and sum(text != NOTHING for text in texts) > 1
-    best = min(values.values()) if several else None
-    return [Cell(text, bold=best is not None and values.get(text) == best) for text in texts]
-
-
-def _highest(accuracies: Sequence[Accuracy | None]) -> list[Cell]:
-    """In percent, with their standard errors."""
-    texts = [NOTHING if accuracy is None else f"{100 * accuracy.value:.2f}" for accuracy in accuracies]
+def _highest(accuracies: Sequence[Accuracy | None]) -> list[TableCell]:
+    """In percent, with standard errors; bold as in `_lowest`."""
+    texts = [EMPTY if accuracy is None else f"{100 * accuracy.value:.2f}" for accuracy in accuracies]
     errors = ["" if found is None or found.error is None else f"{100 * found.error:.2f}" for found in accuracies]
-    values = [float(text) for text in texts if text != NOTHING]
+    values = [float(text) for text in texts if text != EMPTY]
     best = f"{max(values):.2f}" if len(values) > 1 else None
-    return [Cell(text, error, text == best) for text, error in zip(texts, errors, strict=True)]
+    return [TableCell(text, error, text == best) for text, error in zip(texts, errors, strict=True)]

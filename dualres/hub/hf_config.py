@@ -1,4 +1,4 @@
-"""The config that `transformers` keeps of a dualres model: the two sections of an experiment that make a model."""
+"""The config of a dualres model in `transformers`: the sections `model` and `residual` of an experiment."""
 
 import dataclasses
 import importlib
@@ -12,8 +12,12 @@ from dualres.config.schema import ConfigError, ModelConfig, ResidualConfig
 from dualres.config.validation import build
 
 
+def _size(key: str) -> Any:
+    return property(lambda self: getattr(self.model_config, key))
+
+
 class DualResConfig(PreTrainedConfig):
-    """`model` and `residual` as docs/configuration.md has them; sizes also under the names that `transformers` uses."""
+    """`model` and `residual` as in an experiment; sizes also under the names that `transformers` uses."""
 
     model_type = "dualres"
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]  # Trainer adds lists to it
@@ -27,8 +31,7 @@ class DualResConfig(PreTrainedConfig):
 
     @classmethod
     def of(cls, model: ModelConfig, residual: ResidualConfig, **others: Any) -> "DualResConfig":
-        """The config of a decoder."""
-        return cls(model=dataclasses.asdict(model), residual=dataclasses.asdict(residual), **others)
+        return cls(model=dataclasses.asdict(model), residual=residual.to_dict(), **others)
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
         """config.json, and the code that loads the model where dualres is not installed."""
@@ -39,55 +42,29 @@ class DualResConfig(PreTrainedConfig):
 
     @property
     def model_config(self) -> ModelConfig:
-        """The section `model`, checked."""
         return build(ModelConfig, self._section("model"), "model.")
 
     @property
     def residual_config(self) -> ResidualConfig:
-        """The section `residual`, checked."""
         return build(ResidualConfig, self._section("residual"), "residual.")
 
     def _section(self, name: str) -> dict[str, Any]:
         section = getattr(self, name)
         if not isinstance(section, dict):
-            raise ConfigError(f"{name}={section!r} of the config is no section: restore config.json, or export again")
+            raise ConfigError(f"{name}={section!r} is not a section: restore config.json, or export again")
         return section
 
     @property
     def vocab_size(self) -> int:
-        """Entries of the vocabulary."""
         return self.model_config.vocab_size
 
     @vocab_size.setter
     def vocab_size(self, value: int) -> None:
         self.model = {**self._section("model"), "vocab_size": value}
 
-    @property
-    def hidden_size(self) -> int:
-        """The width of a stream."""
-        return self.model_config.width
-
-    @property
-    def num_hidden_layers(self) -> int:
-        """Transformer layers."""
-        return self.model_config.layers
-
-    @property
-    def num_attention_heads(self) -> int:
-        """Query heads."""
-        return self.model_config.heads
-
-    @property
-    def num_key_value_heads(self) -> int:
-        """Key and value heads, which a cache holds."""
-        return self.model_config.kv_heads
-
-    @property
-    def head_dim(self) -> int:
-        """The width of one head."""
-        return self.model_config.head_width
-
-    @property
-    def max_position_embeddings(self) -> int:
-        """The context."""
-        return self.model_config.context
+    hidden_size = _size("width")
+    num_hidden_layers = _size("layers")
+    num_attention_heads = _size("heads")
+    num_key_value_heads = _size("kv_heads")
+    head_dim = _size("head_width")
+    max_position_embeddings = _size("context")

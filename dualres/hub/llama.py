@@ -36,16 +36,30 @@ OUTSIDE = {
     "norm.weight": "model.norm.weight",
 }
 
-ROPE_KEYS = {
-    "linear": ("factor",),
-    "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+FIELDS = {  # of a config; ours: theirs
+    "vocab_size": "vocab_size",
+    "width": "hidden_size",
+    "ffn_width": "intermediate_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "context": "max_position_embeddings",
+    "norm_eps": "rms_norm_eps",
+    "init_std": "initializer_range",
+    "tied_embeddings": "tie_word_embeddings",
 }
+LLAMA3_ROPE = {  # of a RopeScaling, beside its factor; ours: theirs
+    "original_context": "original_max_position_embeddings",
+    "low": "low_freq_factor",
+    "high": "high_freq_factor",
+}
+ROPE: dict[str, dict[str, str]] = {"linear": {}, "llama3": LLAMA3_ROPE}
 
 
 class Architecture(NamedTuple):
-    """One of the family: what its attention has."""
+    """What the attention of a model of the family has."""
 
-    attention_bias: Callable[[Any], str]  # of its config
+    attention_bias: Callable[[Any], str]  # given its config
     query_key_norm: bool
 
 
@@ -63,7 +77,8 @@ ARCHITECTURES = {
 
 def tensor_names(decoder: Decoder) -> dict[str, str]:
     """Ours to theirs, of every tensor that a model of the family has, whatever the residual pathway."""
-    names = {ours: theirs for ours, theirs in OUTSIDE.items() if _has(decoder, ours)}
+    own = {name for name, _ in decoder.named_parameters()}
+    names = {ours: theirs for ours, theirs in OUTSIDE.items() if ours in own}
     branch = 0
     for b, block in enumerate(decoder.stack):
         for i, module in enumerate(block.branches):
@@ -74,12 +89,8 @@ def tensor_names(decoder: Decoder) -> dict[str, str]:
     return names
 
 
-def _has(decoder: Decoder, name: str) -> bool:
-    return any(name == there for there, _ in decoder.named_parameters())
-
-
 def their_tensors(decoder: Decoder) -> dict[str, Tensor]:
-    """The decoder's tensors under the family's names; only what the pathway adds is left out."""
+    """The decoder's tensors under the family's names, without those of the residual pathway."""
     parameters = dict(decoder.named_parameters())
     return {theirs: parameters[ours].detach() for ours, theirs in tensor_names(decoder).items()}
 
@@ -88,8 +99,7 @@ def model_config(config: Any, where: str) -> ModelConfig:
     """Our config of a model of the family, given `transformers`' one. What does not fit is refused by name."""
     kind = config.model_type
     if kind not in ARCHITECTURES:
-        known = ", ".join(ARCHITECTURES)
-        raise ModelError(f"{where} is a {kind} model: dualres converts the architectures {known}")
+        raise ModelError(f"{where} is a {kind} model: dualres converts {', '.join(ARCHITECTURES)}")
     for name, fits in (
         ("hidden_act", config.hidden_act in ("silu", "swish")),
         ("mlp_bias", not getattr(config, "mlp_bias", False)),
@@ -97,46 +107,32 @@ def model_config(config: Any, where: str) -> ModelConfig:
     ):
         if not fits:
             raise ModelError(
-                f"{where} has {name}={getattr(config, name)}, which our decoder does not: it cannot be converted"
+                f"{where} has {name}={getattr(config, name)}, which our decoder does not have: it cannot be converted"
             )
     rope: Mapping[str, Any] = config.rope_parameters
-    needed = {"rope_theta", *ROPE_KEYS.get(rope.get("rope_type", "default"), ())}
-    if lacking := sorted(needed - rope.keys()):
-        raise ModelError(f"{where} has rotary positions {dict(rope)} without {lacking[0]}: restore its config.json")
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ModelError(f"{where} rotates a part of each head (partial_rotary_factor): it cannot be converted")
     head_width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    plain = head_width * config.num_attention_heads == config.hidden_size
-    row = ARCHITECTURES[kind]
     return ModelConfig(
-        layers=config.num_hidden_layers,
-        width=config.hidden_size,
-        heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads,
-        ffn_width=config.intermediate_size,
-        vocab_size=config.vocab_size,
-        context=config.max_position_embeddings,
-        tied_embeddings=config.tie_word_embeddings,
-        rope_base=rope["rope_theta"],
+        **{ours: getattr(config, theirs) for ours, theirs in FIELDS.items()},
         rope_scaling=_rope_scaling(rope, where),
-        norm_eps=config.rms_norm_eps,
-        init_std=config.initializer_range,
-        head_size=None if plain else head_width,
-        attention_bias=row.attention_bias(config),  # type: ignore[arg-type]
-        query_key_norm=row.query_key_norm,
+        rope_base=rope["rope_theta"],
+        head_size=None if head_width * config.num_attention_heads == config.hidden_size else head_width,
+        attention_bias=ARCHITECTURES[kind].attention_bias(config),  # type: ignore[arg-type]
+        query_key_norm=ARCHITECTURES[kind].query_key_norm,
     )
 
 
 def _rope_scaling(rope: Mapping[str, Any], where: str) -> RopeScaling | None:
     kind = rope.get("rope_type", "default")
+    needed = ["rope_theta", *(["factor", *ROPE[kind].values()] if kind in ROPE else [])]
+    if missing := [key for key in needed if key not in rope]:
+        raise ModelError(f"{where} has rotary positions {dict(rope)} without {missing[0]}: restore its config.json")
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ModelError(f"{where} rotates a part of each head (partial_rotary_factor): it cannot be converted")
     if kind == "default":
         return None
-    if kind == "linear":
-        return RopeScaling("linear", rope["factor"])
-    if kind == "llama3":
-        edges = rope["original_max_position_embeddings"], rope["low_freq_factor"], rope["high_freq_factor"]
-        return RopeScaling("llama3", rope["factor"], *edges)
-    raise ModelError(f"{where} scales rotary positions by rope_type={kind}: dualres has linear and llama3")
+    if kind not in ROPE:
+        raise ModelError(f"{where} scales rotary positions by rope_type={kind}: dualres has {' and '.join(ROPE)}")
+    return RopeScaling(kind, rope["factor"], **{ours: rope[theirs] for ours, theirs in ROPE[kind].items()})
 
 
 def window_of_attention(config: Any) -> int | None:
@@ -158,7 +154,7 @@ def their_config(model: ModelConfig, name: str, **tokens: Any) -> tuple[str, dic
     found = fits.get((model.attention_bias, model.query_key_norm))
     for problem, wrong in (
         ("experts (model.moe)", model.moe is not None),
-        ("a factorised vocabulary (model.embedding_width)", model.embedding_width not in (None, model.width)),
+        ("a factorized vocabulary (model.embedding_width)", model.embedding_width not in (None, model.width)),
         (f"model.attention_bias={model.attention_bias} with model.query_key_norm", found is None),
         ("an eps of its own in each norm (model.read_eps)", model.read_eps is not None),
     ):
@@ -170,33 +166,9 @@ def their_config(model: ModelConfig, name: str, **tokens: Any) -> tuple[str, dic
     kind, extra = found
     if kind == "llama" and model.width % model.heads:  # which LlamaConfig refuses, with any head_dim
         kind, extra = "mistral", {"sliding_window": None}
-    return kind, {
-        "vocab_size": model.vocab_size,
-        "hidden_size": model.width,
-        "intermediate_size": model.ffn_width,
-        "num_hidden_layers": model.layers,
-        "num_attention_heads": model.heads,
-        "num_key_value_heads": model.kv_heads,
-        "head_dim": model.head_width,
-        "max_position_embeddings": model.context,
-        "rms_norm_eps": model.norm_eps,
-        "initializer_range": model.init_std,
-        "tie_word_embeddings": model.tied_embeddings,
-        "rope_parameters": {"rope_theta": model.rope_base, **_their_scaling(model.rope_scaling)},
-        **extra,
-        **tokens,
-    }
-
-
-def _their_scaling(scaling: RopeScaling | None) -> dict[str, Any]:
-    if scaling is None:
-        return {"rope_type": "default"}
-    if scaling.kind == "linear":
-        return {"rope_type": "linear", "factor": scaling.factor}
-    return {
-        "rope_type": "llama3",
-        "factor": scaling.factor,
-        "original_max_position_embeddings": scaling.original_context,
-        "low_freq_factor": scaling.low,
-        "high_freq_factor": scaling.high,
-    }
+    rope: dict[str, Any] = {"rope_theta": model.rope_base, "rope_type": "default"}
+    if (scaling := model.rope_scaling) is not None:
+        rope |= {"rope_type": scaling.kind, "factor": scaling.factor}
+        rope |= {theirs: getattr(scaling, ours) for ours, theirs in ROPE[scaling.kind].items()}
+    sizes = {theirs: getattr(model, ours) for ours, theirs in FIELDS.items()}
+    return kind, {**sizes, "head_dim": model.head_width, "rope_parameters": rope, **extra, **tokens}

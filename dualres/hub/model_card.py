@@ -5,24 +5,24 @@ from typing import Any
 
 import yaml
 
-from dualres.config.schema import ModelConfig, ResidualConfig
-from dualres.model.accounting import Parameters
+from dualres.model.accounting import parameters
+from dualres.model.decoder import Decoder
+from dualres.util.optional_dependencies import install
 from dualres.util.version import VERSION
 
 
 def card(
     title: str,
-    model: ModelConfig,
-    residual: ResidualConfig,
-    parameters: Parameters,
+    decoder: Decoder,
     origin: Sequence[str],
     measured: Mapping[str, Any],
     folder: str,
     form: str = "dualres",
 ) -> str:
     """Markdown with the front matter that the hub reads. `origin`: paragraphs on where the weights come from."""
+    model, residual, count = decoder.config, decoder.residual_config, parameters(decoder)
     front = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["dualres", residual.method]}
-    options = ", ".join(f"{name} {value}" for name, value in residual.options().items())
+    options = ", ".join(f"{name} {value}" for name, value in residual.options)
     block = "" if residual.branches_per_block is None else f", {residual.branches_per_block} branches per block"
     feedforward = (
         f"feed-forward {model.ffn_width}"
@@ -34,10 +34,10 @@ def card(
         "decoder": f"{model.layers} layers, width {model.width}, heads {model.heads} / {model.kv_heads}, {feedforward}",
         "vocabulary": f"{model.vocab_size:,}, {'tied' if model.tied_embeddings else 'untied'}",
         "context": f"{model.context:,} tokens",
-        "parameters": f"{parameters.total:,}, {parameters.total - parameters.vocabulary:,} without vocabulary",
+        "parameters": f"{count.total:,}, {count.total - count.vocabulary:,} without vocabulary",
     }
     if model.moe is not None:
-        rows["active per token"] = f"{parameters.active:,}"
+        rows["active per token"] = f"{count.active:,}"
     sections = [
         f"---\n{yaml.safe_dump(front, sort_keys=False)}---\n\n# {title}",
         "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())]),
@@ -55,7 +55,7 @@ def card(
 
 LOADING = {
     "dualres": (
-        "import dualres  # makes transformers know the model; pip install 'dualres[hub]'\n",
+        f"import dualres.hub  # registers the model with transformers; {install('hub')} in a clone of dualres\n",
         "Without dualres installed, pass `trust_remote_code=True`: the `.py` files of this folder are the same code\n"
         "without its fused operators. ",
     ),

@@ -18,12 +18,20 @@ from dualres.data import shards
 from dualres.data import tokenizer as our_tokenizers
 from dualres.data.tokenizer import Tokenizer, same_tokens
 from dualres.hub import safetensors_files
-from dualres.hub.errors import read_by_transformers
-from dualres.hub.hf_tokenizer import as_transformers, load_tokenizer
-from dualres.hub.model_folder import CONFIG, MODEL_TYPE, NOT_LEARNED, check_saved, foreign_model, read_saved
+from dualres.hub.model_folder import (
+    CONFIG,
+    MODEL_TYPE,
+    NOT_LEARNED,
+    check_saved,
+    foreign_model,
+    load_tokenizer,
+    read_by_transformers,
+    read_saved,
+)
 from dualres.model.decoder import Decoder, build_decoder
 from dualres.train import checkpoint as checkpoints
 from dualres.train import run_folder
+from dualres.util.amx import avoid_hidden_tiles
 from dualres.util.errors import DataError, ModelError, TrainError
 from dualres.util.optional_dependencies import need
 
@@ -66,9 +74,9 @@ class TrainedModel:
     @cached_property
     def hf_tokenizer(self) -> Any:
         """The tokenizer as a `PreTrainedTokenizerBase`, None where there is none."""
-        if isinstance(self.tokenizer, Tokenizer):
-            return as_transformers(self.tokenizer, self.context)
-        return self.tokenizer
+        return (
+            as_transformers(self.tokenizer, self.context) if isinstance(self.tokenizer, Tokenizer) else self.tokenizer
+        )
 
     @property
     def backend(self) -> tokenizers.Tokenizer | None:
@@ -198,6 +206,7 @@ def open_model(
     Weights are read from safetensors alone, and code that comes with a model is not run. Only exported and foreign
     models need `transformers`.
     """
+    avoid_hidden_tiles()
     where = pick_device(device)
     if run_folder.is_run(folder):
         model = _open_run(folder, checkpoint)
@@ -227,6 +236,20 @@ def open_start(folder: Path, data: Path) -> TrainedModel:
     if model.backend is not None:
         model.check_tokens(data)
     return model
+
+
+def as_transformers(tokenizer: Tokenizer, context: int) -> Any:
+    """A `PreTrainedTokenizerFast` with the same tokens; end of text also pads, on the left, for generation."""
+    transformers = need("transformers", "hub", "a Hugging Face tokenizer")
+    end = tokenizer.backend.id_to_token(tokenizer.end_of_text)
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer.backend,
+        eos_token=end,
+        pad_token=end,
+        padding_side="left",
+        model_max_length=context,
+        clean_up_tokenization_spaces=False,
+    )
 
 
 def pick_device(asked: str) -> torch.device:

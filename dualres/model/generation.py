@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dualres.model.context import KVCache
+from dualres.model.attention import KVCache
 from dualres.model.decoder import Decoder
+from dualres.util.amx import avoid_hidden_tiles
 
 
 @torch.no_grad()
@@ -31,6 +32,7 @@ def generate(
         raise ValueError(f"new_tokens={new_tokens} is negative: use 0 or more")
     if not 0 <= temperature < float("inf"):
         raise ValueError(f"temperature={temperature} is not a number from 0 up: use 0 for the likeliest token, or 1")
+    avoid_hidden_tiles()
     device = decoder.norm.weight.device
     tokens, attention_mask = left_pad(prompts, device)
     cache = KVCache() if cached else None

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dualres.config.schema import ConfigError
-from dualres.evaluate.tables import REFERENCE, Cell, Table
+from dualres.evaluate.tables import REFERENCE, ResultTable, TableCell
 from dualres.report.html import Markup, RowGroup, join, notes, tag
 from dualres.report.html import table as html_table
 
@@ -18,7 +18,7 @@ class Evaluation(NamedTuple):
     """The contents of one file; no tables if an older version wrote it."""
 
     file: Path
-    tables: tuple[Table, ...] | None
+    tables: tuple[ResultTable, ...] | None
 
 
 def find_evaluations(requested: Sequence[Path], runs: Sequence[Path]) -> list[Evaluation]:
@@ -36,13 +36,13 @@ def as_html(found: Evaluation) -> Markup:
     return join(*(_as_html(table) for table in found.tables))
 
 
-def _as_html(table: Table) -> Markup:
+def _as_html(table: ResultTable) -> Markup:
     reference = [RowGroup(REFERENCE, [_texts(row) for row in table.reference])] if table.reference else []
     groups = [RowGroup("", [_texts(row) for row in table.rows]), *reference]
     return join(html_table(table.title, table.header, groups), notes(table.notes))
 
 
-def _texts(row: Sequence[Cell]) -> list[str]:
+def _texts(row: Sequence[TableCell]) -> list[str]:
     return [
         join(tag("b", cell.text) if cell.bold else cell.text, f" ± {cell.error}" if cell.error else "") for cell in row
     ]
@@ -56,9 +56,9 @@ def _read(file: Path) -> Evaluation:
         raise ConfigError(f"{file} cannot be read ({error!r}): {_AGAIN}") from None
 
 
-def _table(given: dict[str, Any]) -> Table:
-    def cells(rows: list[list[dict[str, Any]]]) -> tuple[tuple[Cell, ...], ...]:
-        return tuple(tuple(Cell(**cell) for cell in row) for row in rows)
+def _table(given: dict[str, Any]) -> ResultTable:
+    def cells(rows: list[list[dict[str, Any]]]) -> tuple[tuple[TableCell, ...], ...]:
+        return tuple(tuple(TableCell(**cell) for cell in row) for row in rows)
 
     parts = {"header": tuple(given["header"]), "notes": tuple(given["notes"])}
-    return Table(**{**given, **parts, "rows": cells(given["rows"]), "reference": cells(given["reference"])})
+    return ResultTable(**{**given, **parts, "rows": cells(given["rows"]), "reference": cells(given["reference"])})

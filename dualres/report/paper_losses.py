@@ -10,7 +10,6 @@ from dualres.report.html import table as html_table
 from dualres.report.statistics import paired_difference
 from dualres.util.tables import table
 
-PRESETS = {"size-sweep": SIZE_SWEEP, "kv-ablation": KV_ABLATION}
 ONE_COLUMN = {"0.5b-vproj": "0.5b"}  # VProj with a narrower feed-forward; the paper lists it under 0.5B
 
 

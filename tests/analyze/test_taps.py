@@ -14,8 +14,8 @@ from dualres.analyze.gates import WriteGates
 from dualres.analyze.norms import Norms
 from dualres.analyze.retrieval import DepthWeights
 from dualres.analyze.taps import eager, replacing, watching
+from dualres.model.attention import RouterReport
 from dualres.model.block import compile_blocks
-from dualres.model.context import RouterReport
 from dualres.model.decoder import Decoder
 from tests.small import FEEDFORWARDS, RESIDUALS, gradients, model_config, next_token_loss, random_tokens, stirred
 

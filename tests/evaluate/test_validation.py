@@ -22,7 +22,7 @@ from dualres.evaluate.batch_size import Batch
 from dualres.evaluate.validation import ValidationScore, validation_loss
 from dualres.hub.open_model import TrainedModel, open_model
 from dualres.util.errors import DataError
-from tests.evaluate.tiny import Small, bpe_tokenizer, byte_tokenizer, tiny_subject
+from tests.evaluate.tiny import Small, bpe_tokenizer, byte_tokenizer, tiny_model
 from tests.train.tiny import TINY, rows, tiny_config, tiny_data, train_tiny
 
 CONTEXT = 32  # of the tiny runs
@@ -57,10 +57,10 @@ def held_out(data: Path) -> Tensor:
 
 
 @torch.no_grad()
-def by_hand(subject: TrainedModel, tokens: Tensor, windows: int) -> float:
+def by_hand(model: TrainedModel, tokens: Tensor, windows: int) -> float:
     losses = []
     for start in range(0, windows * CONTEXT, CONTEXT):
-        logits = subject.network(tokens[None, start : start + CONTEXT]).logits
+        logits = model.network(tokens[None, start : start + CONTEXT]).logits
         losses.append(cross_entropy(logits[0].double(), tokens[start + 1 : start + CONTEXT + 1]))
     return torch.stack(losses).mean().item()
 
@@ -68,22 +68,22 @@ def by_hand(subject: TrainedModel, tokens: Tensor, windows: int) -> float:
 @pytest.mark.parametrize("asked", [None, 1, CONTEXT, 5 * CONTEXT - 1, 5 * CONTEXT, 10**9])
 def test_against_plain_transformers(data: Path, asked: int | None):
     """Whole windows, at least one, at most all that there are."""
-    subject, tokens = tiny_subject(context=CONTEXT), held_out(data)
+    model, tokens = tiny_model(context=CONTEXT), held_out(data)
     every = (len(tokens) - 1) // CONTEXT
     windows = every if asked is None else min(every, max(1, asked // CONTEXT))
     shown: list[str] = []
-    found = validation_loss(subject, data, batch=Batch(64, CONTEXT), tokens=asked, show=shown.append)
+    found = validation_loss(model, data, batch=Batch(64, CONTEXT), tokens=asked, show=shown.append)
     assert found.tokens == windows * CONTEXT
-    assert found.loss == pytest.approx(by_hand(subject, tokens, windows), rel=1e-6)
+    assert found.loss == pytest.approx(by_hand(model, tokens, windows), rel=1e-6)
     assert shown[-1].startswith("validation  ")
     assert every > 100
 
 
 def test_halved_where_memory_is_not_enough(data: Path):
-    subject = tiny_subject(context=CONTEXT)
-    wanted = validation_loss(subject, data, batch=Batch(2, CONTEXT), tokens=50 * CONTEXT)
-    batch, model = Batch(64, CONTEXT), Small(subject.network, 5 * CONTEXT)
-    found = validation_loss(dataclasses.replace(subject, network=model), data, batch=batch, tokens=50 * CONTEXT)
+    model = tiny_model(context=CONTEXT)
+    wanted = validation_loss(model, data, batch=Batch(2, CONTEXT), tokens=50 * CONTEXT)
+    batch, small = Batch(64, CONTEXT), Small(model.network, 5 * CONTEXT)
+    found = validation_loss(dataclasses.replace(model, network=small), data, batch=batch, tokens=50 * CONTEXT)
     assert found.loss == pytest.approx(wanted.loss, rel=1e-6)
     assert found.tokens == wanted.tokens
     assert batch.tokens == 3 * CONTEXT  # 50, 25, 12, 6, 3
@@ -91,7 +91,7 @@ def test_halved_where_memory_is_not_enough(data: Path):
 
 def test_another_tokenizer_is_refused(data: Path):
     with pytest.raises(DataError, match="prepared with another tokenizer than that of tiny, for which its tokens mean"):
-        validation_loss(tiny_subject(bpe_tokenizer(), CONTEXT), data, batch=Batch(2, CONTEXT))
+        validation_loss(tiny_model(bpe_tokenizer(), CONTEXT), data, batch=Batch(2, CONTEXT))
 
 
 def more_tokens(tokenizer: Any) -> None:
@@ -107,13 +107,13 @@ def test_a_tokenizer_that_makes_other_tokens_is_refused(data: Path, change: Any)
     tokenizer = byte_tokenizer()
     change(tokenizer)
     with pytest.raises(DataError, match="another tokenizer"):
-        validation_loss(tiny_subject(tokenizer, CONTEXT), data, batch=Batch(2, CONTEXT))
+        validation_loss(tiny_model(tokenizer, CONTEXT), data, batch=Batch(2, CONTEXT))
 
 
 def test_a_tokenizer_without_a_backend_is_refused(data: Path):
-    subject = dataclasses.replace(tiny_subject(context=CONTEXT), tokenizer=SimpleNamespace())
+    model = dataclasses.replace(tiny_model(context=CONTEXT), tokenizer=SimpleNamespace())
     with pytest.raises(DataError, match="another tokenizer"):
-        validation_loss(subject, data, batch=Batch(2, CONTEXT))
+        validation_loss(model, data, batch=Batch(2, CONTEXT))
 
 
 def test_what_a_tokenizer_adds_does_not_matter(data: Path, tmp_path: Path):
@@ -122,17 +122,17 @@ def test_what_a_tokenizer_adds_does_not_matter(data: Path, tmp_path: Path):
     tokenizer.save_pretrained(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     tokenizer("abc", padding="max_length", truncation=True, max_length=5)
-    found = validation_loss(tiny_subject(tokenizer, CONTEXT), data, batch=Batch(2, CONTEXT), tokens=CONTEXT)
+    found = validation_loss(tiny_model(tokenizer, CONTEXT), data, batch=Batch(2, CONTEXT), tokens=CONTEXT)
     assert found.tokens == CONTEXT
     assert tokenizer("a<|endoftext|>")["input_ids"] == [97, 256]  # it is left as it was
 
 
 def test_tokens_beyond_the_model_are_refused(data: Path):
     """Before the model reads any."""
-    subject = tiny_subject(context=CONTEXT, vocab_size=200)
-    subject.network.forward = None
-    with pytest.raises(DataError, match=r"has token 256 at position \d+, and the vocabulary has 200 entries"):
-        validation_loss(subject, data, batch=Batch(2, CONTEXT))
+    model = tiny_model(context=CONTEXT, vocab_size=200)
+    model.network.forward = None
+    with pytest.raises(DataError, match=r"has token 256 at position \d+, outside model.vocab_size=200"):
+        validation_loss(model, data, batch=Batch(2, CONTEXT))
 
 
 def copied(data: Path, folder: Path) -> Path:
@@ -156,7 +156,7 @@ def no_held_out(folder: Path) -> str:
 
 def no_index(folder: Path) -> str:
     (folder / INDEX).unlink()
-    return "has no index.json: make it with `dualres prepare"
+    return "has no index.json: create it with `dualres prepare"
 
 
 def no_tokenizer(folder: Path) -> str:
@@ -169,7 +169,7 @@ def test_folders_that_are_refused(data: Path, tmp_path: Path, spoil: Any):
     folder = copied(data, tmp_path)
     says = spoil(folder)
     with pytest.raises(DataError, match=says):
-        validation_loss(tiny_subject(context=CONTEXT), folder, batch=Batch(2, CONTEXT))
+        validation_loss(tiny_model(context=CONTEXT), folder, batch=Batch(2, CONTEXT))
 
 
 def test_a_damaged_train_split_does_not_matter(data: Path, tmp_path: Path):
@@ -177,20 +177,20 @@ def test_a_damaged_train_split_does_not_matter(data: Path, tmp_path: Path):
     folder = copied(data, tmp_path)
     path = folder / read_index(folder).train[0].file
     path.write_bytes(bytes(len(path.read_bytes())))
-    assert validation_loss(tiny_subject(context=CONTEXT), folder, batch=Batch(2, CONTEXT), tokens=1).tokens == CONTEXT
+    assert validation_loss(tiny_model(context=CONTEXT), folder, batch=Batch(2, CONTEXT), tokens=1).tokens == CONTEXT
 
 
 @pytest.mark.parametrize("tokens", [0, -5])
 def test_no_tokens_are_refused(data: Path, tokens: int):
     with pytest.raises(ConfigError, match=f"{tokens} tokens are too few to validate on"):
-        validation_loss(tiny_subject(context=CONTEXT), data, batch=Batch(2, CONTEXT), tokens=tokens)
+        validation_loss(tiny_model(context=CONTEXT), data, batch=Batch(2, CONTEXT), tokens=tokens)
 
 
 def test_a_loss_that_is_not_finite_is_refused(data: Path):
-    subject = tiny_subject(context=CONTEXT)
-    subject.network.lm_head.weight.data[:] = torch.nan
+    model = tiny_model(context=CONTEXT)
+    model.network.lm_head.weight.data[:] = torch.nan
     with pytest.raises(DataError, match="tiny gives a loss of nan in windows 1 to 2 of"):
-        validation_loss(subject, data, batch=Batch(2, CONTEXT))
+        validation_loss(model, data, batch=Batch(2, CONTEXT))
 
 
 def test_a_score_as_json():

@@ -1,4 +1,4 @@
-"""Subjects that are small enough for tests: random Llamas with a byte tokenizer or a small BPE."""
+"""Models that are small enough for tests: random Llamas with a byte tokenizer or a small BPE."""
 
 import functools
 import json
@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from dualres.data import tokenizer
 from dualres.data.tokenizer import END_OF_TEXT, Tokenizer
-from dualres.evaluate.documents import Source, find_sources
+from dualres.evaluate.documents import DocumentSource, find_sources
 from dualres.hub.open_model import TrainedModel
 from tests.data.corpus import ODD
 
@@ -74,11 +74,11 @@ def in_memory(name: str, network: Any, tokenizer: Any, context: int) -> InMemory
     return InMemory(name, Path(name), network, tokenizer, context, prefix=tokenizer.convert_tokens_to_ids(END_OF_TEXT))
 
 
-def tiny_subject(tokens: Any = None, context: int = CONTEXT, **changes: Any) -> InMemory:
+def tiny_model(tokens: Any = None, context: int = CONTEXT, **changes: Any) -> InMemory:
     """A Llama with as many entries as its tokenizer, the one of bytes unless another is given."""
     tokens = tokens or byte_tokenizer()
-    model = tiny_llama(**{"vocab_size": len(tokens), "context": context, **changes})
-    return in_memory("tiny", model, tokens, context)
+    network = tiny_llama(**{"vocab_size": len(tokens), "context": context, **changes})
+    return in_memory("tiny", network, tokens, context)
 
 
 class Small:
@@ -105,7 +105,7 @@ def save_tiny(folder: Path, **changes: Any) -> Path:
     return folder
 
 
-def source_of(folder: Path, texts: Sequence[str], name: str = "some") -> Source:
+def source_of(folder: Path, texts: Sequence[str], name: str = "some") -> DocumentSource:
     """The documents of a source, in a file of the folder."""
     path = folder / f"{name}.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))

@@ -1,8 +1,10 @@
 """Small models of Llama's family with random weights, made by `transformers`."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 
@@ -38,6 +40,12 @@ FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {"head_dim": 16, "rms_norm_eps": 1e-2}),  # of the norms of queries and keys, too
     "qwen3-biases-tied": ("Qwen3", {"head_dim": 8, "attention_bias": True, "tie_word_embeddings": True}),
 }
+
+
+def some_first(rows: Iterable[str], *fast: str) -> list[Any]:
+    """Rows of a test; all but those that are named are in the slow tier."""
+    assert set(fast) <= set(rows), fast
+    return [pytest.param(row, marks=() if row in fast else pytest.mark.slow) for row in rows]
 
 
 def family_model(name: str, seed: int = 0) -> Any:

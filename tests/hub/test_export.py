@@ -44,6 +44,14 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     return Made(tmp_path_factory.mktemp("runs"))
 
 
+@pytest.fixture
+def exported(made: Made, tmp_path: Path) -> Path:
+    """A copy of the exported `dar-block`, to be damaged."""
+    if not (made.folder / "exported").exists():
+        export(made.folder / "dar-block", made.folder / "exported")
+    return shutil.copytree(made.folder / "exported", tmp_path / "out")
+
+
 @pytest.mark.parametrize("name", ["dar-block", "standard", "moe"])
 def test_a_run_goes_out_and_comes_back(name: str, made: Made, tmp_path: Path):
     run, out = made.folder / name, tmp_path / "out"
@@ -125,7 +133,7 @@ DAMAGED = {
     "another method": (lambda f: _change(f, ["residual"], {"method": "standard"}), "which is not part of it"),
     "another width": (lambda f: _change(f, ["model", "width"], 64), r"model.safetensors is 257×32, not 257×64"),
     "an unknown key": (lambda f: _change(f, ["model", "depth"], 3), "unknown key model.depth=3"),
-    "no section": (lambda f: _change(f, ["residual"], None), "residual=None is no section"),
+    "no section": (lambda f: _change(f, ["residual"], None), "residual=None is not a section"),
     "not JSON": (lambda f: (f / "config.json").write_text("{"), "config.json cannot be read"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "has no model.safetensors"),
     "half of the weights": (lambda f: _truncate(f / "model.safetensors"), "is no whole safetensors file"),
@@ -133,21 +141,19 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("name", DAMAGED)
-def test_a_damaged_folder_is_refused_by_name(name: str, made: Made, tmp_path: Path):
-    export(made.folder / "dar-block", tmp_path / "out")
+def test_a_damaged_folder_is_refused_by_name(name: str, exported: Path):
     damage, message = DAMAGED[name]
-    damage(tmp_path / "out")
+    damage(exported)
     with pytest.raises(ModelError, match=message):
-        open_model(tmp_path / "out")
+        open_model(exported)
 
 
-def test_transformers_refuses_tensors_that_do_not_match(made: Made, tmp_path: Path):
-    export(made.folder / "dar-block", tmp_path / "out")
-    _change(tmp_path / "out", ["residual", "method"], "dar-selfkv")
-    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")  # the same tensors
-    _change(tmp_path / "out", ["residual"], {"method": "standard"})
+def test_transformers_refuses_tensors_that_do_not_match(exported: Path):
+    _change(exported, ["residual", "method"], "dar-selfkv")
+    transformers.AutoModelForCausalLM.from_pretrained(exported)  # the same tensors
+    _change(exported, ["residual"], {"method": "standard"})
     with pytest.raises(ValueError, match="do not match its config"):
-        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+        transformers.AutoModelForCausalLM.from_pretrained(exported)
 
 
 def _change(folder: Path, keys: list[str], value: object) -> None:
@@ -175,7 +181,7 @@ def test_training_goes_on_from_a_saved_model(made: Made, tmp_path: Path):
     assert config.model.read_eps is not None
     told = Told()
     train(config, made.data, tmp_path / "run", ALONE, told, start=tmp_path / "dar")
-    assert "begins with the weights" in " ".join(told.said)
+    assert "starting from the weights" in " ".join(told.said)
     first = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])["loss"]
     fresh = json.loads((made.folder / "standard" / "metrics.jsonl").read_text().splitlines()[0])["loss"]
     assert fresh == pytest.approx(math.log(257), abs=0.2)
@@ -191,16 +197,14 @@ def test_training_goes_on_from_a_saved_model(made: Made, tmp_path: Path):
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_data_of_another_tokenizer_are_refused(made: Made, tmp_path: Path):
-    export(made.folder / "dar-block", tmp_path / "out")
+def test_data_of_another_tokenizer_are_refused(made: Made, exported: Path, tmp_path: Path):
     prepare(Settings(str(made.folder / "topics.jsonl"), "bpe:300", held_out=0.1), tmp_path / "data")
     with pytest.raises(DataError, match=r"another tokenizer .* --tokenizer .*tokenizer.json"):
-        open_start(tmp_path / "out", tmp_path / "data")
+        open_start(exported, tmp_path / "data")
 
 
-def test_an_imported_run_says_how_to_train_on(made: Made, tmp_path: Path):
-    export(made.folder / "dar-block", tmp_path / "out")
-    import_run(tmp_path / "out", tmp_path / "run")
+def test_an_imported_run_says_how_to_train_on(made: Made, exported: Path, tmp_path: Path):
+    import_run(exported, tmp_path / "run")
     config = tiny_config("dar-block", train__tokens=20 * 4 * 32)
     with pytest.raises(TrainError, match="it was imported"):
         train(config, made.data, tmp_path / "run", ALONE, Told())
@@ -251,7 +255,7 @@ def test_commands(made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert cli.main(["convert", out, str(tmp_path / "dar"), "--residual", "dar-block"]) == 0
     assert "differ from the source's by" in capsys.readouterr().out
     assert cli.main(["convert", out, str(tmp_path / "dar"), "--residual", "dar-block"]) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "exists and is not empty" in capsys.readouterr().err
     assert cli.main(["export", run, str(tmp_path / "ours")]) == 0
     assert cli.main(["import", str(tmp_path / "ours"), str(tmp_path / "run")]) == 0
     assert run_record(open_model(tmp_path / "run")) is not None
@@ -263,7 +267,7 @@ def test_commands(made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     began = ["--from", str(tmp_path / "dar")]
     assert cli.main(["train", "nano", "dar-block", *began, *data, *changes]) == 0
     assert cli.main(["train", "nano", "mhc-4", *began, *data, *changes]) == 2
-    assert "name what it is on" in capsys.readouterr().err
+    assert "use the model's method" in capsys.readouterr().err
 
 
 RECORDS = {
@@ -278,14 +282,13 @@ RECORDS = {
 
 
 @pytest.mark.parametrize("name", RECORDS)
-def test_a_record_that_does_not_fit_is_not_imported(name: str, made: Made, tmp_path: Path):
-    export(made.folder / "dar-block", tmp_path / "out")
+def test_a_record_that_does_not_fit_is_not_imported(name: str, exported: Path, tmp_path: Path):
     change, message = RECORDS[name]
-    record = json.loads((tmp_path / "out" / RUN_RECORD).read_text())
+    record = json.loads((exported / RUN_RECORD).read_text())
     change(record)
-    (tmp_path / "out" / RUN_RECORD).write_text(json.dumps(record))
+    (exported / RUN_RECORD).write_text(json.dumps(record))
     with pytest.raises(ModelError, match=message):
-        import_run(tmp_path / "out", tmp_path / "run")
+        import_run(exported, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
@@ -298,16 +301,15 @@ def test_an_exported_folder_is_exported_again(made: Made, tmp_path: Path):
         export(tmp_path / "a", tmp_path / "c", checkpoint="best")
 
 
-def test_training_from_a_folder_reads_its_model_and_nothing_else(made: Made, tmp_path: Path):
-    export(made.folder / "dar-block", tmp_path / "out")
-    start = open_start(tmp_path / "out", made.data).decoder
+def test_training_from_a_folder_reads_its_model_and_nothing_else(made: Made, exported: Path):
+    start = open_start(exported, made.data).decoder
     for override in ("residual.method=dar-selfkv", "model.rope_base=5", "residual.gate_scale=1"):
-        with pytest.raises(ConfigError, match="stays what it is"):
+        with pytest.raises(ConfigError, match="existing model cannot be changed"):
             load_recipe("nano", start.config, start.residual_config, [override])
     assert load_recipe("nano", start.config, start.residual_config, ["model.context=16"]).model.context == 16
-    shutil.copyfile(tmp_path / "out" / "model.safetensors", tmp_path / "out" / "backup.safetensors")
+    shutil.copyfile(exported / "model.safetensors", exported / "backup.safetensors")
     with pytest.raises(ModelError, match=r"backup.safetensors is not part of the model"):
-        open_start(tmp_path / "out", made.data)
+        open_start(exported, made.data)
     with pytest.raises(ModelError, match="is a run: export it"):
         open_start(made.folder / "dar-block", made.data)
 
@@ -325,17 +327,16 @@ def test_a_full_disk_is_named(made: Made, tmp_path: Path, capsys: pytest.Capture
     assert list(tmp_path.iterdir()) == []
 
 
-def test_generate_takes_runs_and_exported_models(made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    export(made.folder / "dar-block", tmp_path / "out")
+def test_generate_takes_runs_and_exported_models(made: Made, exported: Path, capsys: pytest.CaptureFixture[str]):
     said = []
-    for model in (made.folder / "dar-block", tmp_path / "out"):
+    for model in (made.folder / "dar-block", exported):
         assert cli.main(["generate", str(model), "def main(", "--tokens", "12", "--seed", "3"]) == 0
         said.append(capsys.readouterr().out)
     assert said[0] == said[1]
-    (tmp_path / "out" / RUN_RECORD).write_text("[]")
+    (exported / RUN_RECORD).write_text("[]")
     with pytest.raises(ModelError, match="is not what `dualres export` writes"):
-        run_record(open_model(tmp_path / "out"))
-    (tmp_path / "out" / "tokenizer.json").unlink()
-    (tmp_path / "out" / "tokenizer_config.json").unlink()
+        run_record(open_model(exported))
+    (exported / "tokenizer.json").unlink()
+    (exported / "tokenizer_config.json").unlink()
     with pytest.raises(ModelError, match="has no tokenizer"):
-        open_model(tmp_path / "out").encode("x")
+        open_model(exported).encode("x")

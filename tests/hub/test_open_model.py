@@ -1,6 +1,8 @@
 """Opened models: the right weights, tokens and checkpoint, or a refusal by name; and no code of strangers."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -123,3 +125,30 @@ def test_best_and_last_are_different_models(tmp_path: Path):
     assert last.identity != best.identity
     pairs = zip(last.network.parameters(), best.network.parameters(), strict=True)
     assert any(not torch.equal(p, q) for p, q in pairs)
+
+
+WITHOUT_TRANSFORMERS = """
+import sys
+sys.modules["transformers"] = None  # importing it fails
+from dualres.cli import main
+run, data, out = sys.argv[1:]
+assert main(["generate", run, "def main(", "--tokens", "4"]) == 0
+assert main(["evaluate", run, "--validation", data, "--validation-tokens", "64", "--out", out]) == 0
+few = ["--sequences", "1", "--last", "8", "--retrieval-sequences", "1"]
+assert main(["analyze", run, *few]) == 0
+assert main(["evaluate", run, "--perplexity", data, "--out", out]) == 2
+assert main(["export", run, out + "/exported"]) == 2
+"""
+
+
+def test_a_run_needs_no_transformers(tmp_path: Path):
+    """To be generated from, validated and analyzed; what does need it says how to install it."""
+    data = tiny_data(tmp_path)
+    train(tiny_config("dar-block", train__tokens=4 * 4 * 32), data, tmp_path / "run", ALONE, Told())
+    (tmp_path / "texts").mkdir()
+    words = [str(tmp_path / name) for name in ("run", "data", "out")]
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TRANSFORMERS, *words], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "needs the package transformers, of the extra hub: pip install -e '.[hub]'" in done.stderr

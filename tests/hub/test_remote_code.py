@@ -36,7 +36,12 @@ print(json.dumps(logits.tolist()))
 
 @pytest.mark.parametrize(
     ("residual", "feedforward"),
-    [("standard", "dense"), ("mhc-4", "dense"), ("attnres-vproj", "dense"), ("dar-block", "moe")],
+    [
+        ("dar-block", "moe"),
+        pytest.param("standard", "dense", marks=pytest.mark.slow),
+        pytest.param("mhc-4", "dense", marks=pytest.mark.slow),
+        pytest.param("attnres-vproj", "dense", marks=pytest.mark.slow),
+    ],
 )
 def test_loads_and_learns_where_dualres_is_not(residual: str, feedforward: str, tmp_path: Path):
     model, tokens = small(residual, feedforward), random_tokens(2, 9)

@@ -14,7 +14,7 @@ import triton.language as tl
 from dualres.ops import Norm, dispatch
 from dualres.ops import traffic as account
 from dualres.ops import triton as kernels
-from dualres.ops.inputs import HyperInputs, ReadInputs
+from dualres.ops.arguments import HyperReadArguments, ReadArguments
 from dualres.residual.dual import Dual
 from dualres.residual.pathway import Place
 from tests.ops.meter import Inputs, Meter, Traffic, prepared, round_to_nearest, traffic
@@ -75,7 +75,7 @@ def test_one_pass_serves_all_queries_of_wide_rows(pairs: int, width: int):
 def test_the_account_is_what_the_meter_counts(op: str, sizes: dict[str, int], expected: Traffic):
     """`dualres describe` goes by these formulas."""
     packed = prepared(op, Inputs(ODD), **sizes).args
-    arguments = [x for a in packed for x in (a if isinstance(a, (ReadInputs, HyperInputs)) else [a])]
+    arguments = [x for a in packed for x in (a if isinstance(a, (ReadArguments, HyperReadArguments)) else [a])]
     moved = account.BY_OPERATOR[f"dualres::{op}"](*arguments)
     assert tuple(moved) == tuple(expected)
 

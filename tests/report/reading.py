@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dualres.cli import main
-from dualres.evaluate import render
+from dualres.evaluate import formats
 from dualres.train.run_folder import CONFIG
 from tests.evaluate.test_tables import everything
 
@@ -112,5 +112,5 @@ def describe(run: Path, **changes: Any) -> None:
 def evaluation(folder: Path, **changes: Any) -> Path:
     """As `dualres evaluate` writes it."""
     folder.mkdir(parents=True)
-    (folder / "report.json").write_text(json.dumps({**render.as_data(*everything()), **changes}))
+    (folder / "report.json").write_text(json.dumps({**formats.as_data(*everything()), **changes}))
     return folder

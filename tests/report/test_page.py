@@ -18,6 +18,7 @@ from dualres.config.loading import load_config
 from dualres.config.schema import Config
 from dualres.config.validation import build
 from dualres.report.page import SCRIPT
+from dualres.residual import registry
 from dualres.train.run_folder import CONFIG, SUMMARY, read_config
 from tests.report.reading import Element, copy_run, describe, make, section
 
@@ -143,9 +144,7 @@ def test_the_papers_losses_are_called_the_papers(page: Element, suite: Path):
 
 
 def test_the_ablation_has_one_column_of_the_paper(suite: Path, tmp_path: Path):
-    run = copy_run(
-        suite / "dar-block-seed0", tmp_path / "run", residual__method="dar-selfkv", residual__branches_per_block=None
-    )
+    run = copy_run(suite / "dar-block-seed0", tmp_path / "run", residual__method="dar-selfkv")
     [table] = section(make(tmp_path / "page.html", run), "paper").all("table")
     header, *rows = table.rows()
     assert header == ["method", "the paper, 0.5b", "here, 2×32"]
@@ -172,8 +171,9 @@ def test_configs_and_commands(page: Element, suite: Path, data: Path):
     assert "train.seed=1." in found[0].text
 
 
-def test_where_there_is_no_command(suite: Path, tmp_path: Path):
-    run = copy_run(suite / "dar-block-seed0", tmp_path / "run", residual__branches_per_block=None)
+def test_where_there_is_no_command(suite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(registry.METHODS, "my-method", registry.METHODS["dar-block"])
+    run = copy_run(suite / "dar-block-seed0", tmp_path / "run", residual__method="my-method")
     assert "No shipped configs lead to this config" in section(make(tmp_path / "a.html", run), "configs").text
     started = copy_run(suite / "standard-seed0", tmp_path / "started")
     describe(started, start="llama")

@@ -35,6 +35,14 @@ def test_it_leads_back_to_the_config(scale: str, overrides: list[str]):
         assert found.changes("model") == any(override.startswith("model.") for override in overrides)
 
 
+def test_an_option_that_only_the_shipped_config_has_is_unset():
+    config = load_config("nano", "mhc-2", ["residual.streams=null"])
+    found = origin(config)
+    assert found is not None
+    assert found.overrides == ("residual.streams=null",)
+    assert load_config(*found) == config
+
+
 def test_the_command_is_what_a_shell_reads():
     config = load_config("nano", "mhc-2", ["train.dataset='two words'", "train.seed=1"])
     found = origin(config)
@@ -67,10 +75,9 @@ def test_the_model_decides_and_not_the_recipe():
 
 
 def test_where_none_leads_to_it():
-    """A block form without a block size is what no override can say of a scale that has one."""
     config = load_config("nano", "dar-block")
-    without = dataclasses.replace(config, residual=dataclasses.replace(config.residual, branches_per_block=None))
-    assert origin(without) is None
+    own = dataclasses.replace(config, residual=dataclasses.replace(config.residual, method="my-method"))
+    assert origin(own) is None
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,7 @@ def test_other_data_in_the_same_folder_are_refused(suite: Path, tmp_path: Path, 
     other = tiny_data(tmp_path, topics=50)
     given = arguments(other, suite)
     assert main(["suite", "nano", "--residuals", "standard,attnres-block", "--seeds", "0", *given]) == 1
-    assert "holds a run on other data" in capsys.readouterr().err
+    assert "was trained on other data" in capsys.readouterr().err
     assert not (suite / "nano-attnres-block-seed0").exists()
 
 
@@ -109,7 +109,7 @@ def test_other_data_in_the_same_folder_are_refused(suite: Path, tmp_path: Path, 
         (["--residuals", "standard,standard"], {}, 2, "has a value twice"),
         (["--residuals", "standard,darblock"], {}, 2, "darblock"),
         (["--processes", "0"], {}, 2, "--processes 0 is not positive"),
-        (["--processes", "3"], {}, 1, "train.global_batch=4 does not cut into micro-batches"),
+        (["--processes", "3"], {}, 1, "train.global_batch=4 must be at least"),
         (["--residuals", "dar-block,standard"], {"residual__share_parameters": "false"}, 2, "share_parameters"),
         ([], {"model__vocab_size": 100}, 1, "the tokenizer has 257 entries"),
         (["--data", "nowhere"], {}, 2, "nowhere has no index.json"),
@@ -175,7 +175,7 @@ def test_an_interrupted_suite_goes_on(data: Path, tmp_path: Path, how: signal.Si
 
 def test_a_failing_run_does_not_stop_the_others(data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     """A rate that overflows fails and is named at the end; the other is in the table."""
-    rate = {"train__learning_rate": 0.001, "train__min_learning_rate": 0.0001, "train__warmup_steps": 0}
+    rate: Any = {"train__learning_rate": 0.001, "train__min_learning_rate": 0.0001, "train__warmup_steps": 0}
     train(data, tmp_path / "s" / "nano-standard-lr0.001-seed42", **rate)
     given = arguments(data, tmp_path / "s", "--learning-rates", "1e30,0.001", train__warmup_steps=0)
     assert main(["suite", "nano", "--residuals", "standard", *given]) == 1
@@ -194,7 +194,8 @@ def result(
         "tokens_per_second": 100.0 if residual == "standard" else 80.0,
         "peak_memory": 10,
     }
-    config = tiny_config(residual, train__seed=seed, **({} if rate is None else {"train__learning_rate": rate}))
+    changed: Any = {} if rate is None else {"train__learning_rate": rate}
+    config = tiny_config(residual, train__seed=seed, **changed)
     run = Run(Path(), config, Path(), "", None, summary, ((1, loss),), ((1, loss),), ())
     return SuiteRun(scale, residual, seed, rate), run
 

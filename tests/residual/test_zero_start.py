@@ -22,7 +22,7 @@ METHODS = {
 
 def gates_closed(config: ResidualConfig) -> ResidualConfig:
     has_gates = "gate_scale" in registry.resolve(config)
-    return dataclasses.replace(config, gate_scale=0.0) if has_gates else config
+    return ResidualConfig(**{**config.to_dict(), "gate_scale": 0.0}) if has_gates else config
 
 
 @pytest.mark.parametrize("layers", [2, 7, 20])

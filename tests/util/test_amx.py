@@ -10,7 +10,9 @@ from dualres.util.amx import LIMIT, WITHOUT_AMX, hides_its_tiles
 
 INFO = "processor\t: {number}\nmodel name\t: Some CPU @ 2: GHz\ncpuid level\t: {level}\nflags\t\t: fpu {flags} avx2\n\n"
 PRODUCT = """
-import dualres, os, torch
+import os, torch
+from dualres.util.amx import avoid_hidden_tiles
+avoid_hidden_tiles()
 a = torch.ones(128, 64, dtype=torch.bfloat16)
 print(torch.nn.functional.linear(a, a).sum().item(), os.environ.get("ONEDNN_MAX_CPU_ISA"))
 """

@@ -1,0 +1,39 @@
+"""`dualres params`: the paper's parameter tables, checked against the models."""
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from dualres.commands import arguments
+
+
+def add(commands: Any) -> None:
+    sub = arguments.command(
+        commands,
+        "params",
+        "the paper's parameter tables, ours beside them",
+        "Build every model of the paper's two parameter tables on the meta device, count its parameters,\n"
+        "and compare with the printed numbers to the last digit. Exits with 1 if any differs.",
+        "",
+    )
+    sub.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    sub.set_defaults(command=_params)
+
+
+def _params(given: argparse.Namespace) -> int:
+    from dualres.plan import parameter_tables
+
+    rows = parameter_tables.compare()
+    wrong = [row for row in rows if not row.agrees]
+    if given.json:
+        print(json.dumps({"agrees": not wrong, "rows": [parameter_tables.as_data(row) for row in rows]}, indent=2))
+    else:
+        print(parameter_tables.as_text(rows))
+    for row in wrong:
+        print(
+            f"dualres: {row.scale} {row.residual}, {row.column}: the paper prints {row.paper}, "
+            f"we count {row.ours:,} ({row.printed})",
+            file=sys.stderr,
+        )
+    return 1 if wrong else 0

@@ -1,0 +1,154 @@
+"""Result tables as Markdown and LaTeX, and all results as JSON."""
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from dualres.config import paper
+from dualres.evaluate import perplexity, zero_shot
+from dualres.evaluate.documents import group_name
+from dualres.evaluate.evaluation import EvaluationRequest, ModelResult
+from dualres.evaluate.tables import REFERENCE, ResultTable, TableCell, is_paloma, same_tokenizer, tables
+
+_LATEX = {
+    **{letter: f"\\{letter}" for letter in "&%$#_{}"},
+    "\\": "\\textbackslash{}",
+    "~": "\\textasciitilde{}",
+    "^": "\\textasciicircum{}",
+    "<": "\\textless{}",
+    ">": "\\textgreater{}",
+    "±": "$\\pm$",
+    "—": "--",
+}
+
+
+def render(models: Sequence[ModelResult], request: EvaluationRequest, form: str) -> str:
+    """All results as markdown, latex or json."""
+    if form == "json":
+        return json.dumps(as_data(models, request), indent=1, ensure_ascii=False)
+    write = {"markdown": markdown, "latex": latex}[form]
+    return "\n\n".join(write(table) for table in tables(models, request))
+
+
+def markdown(table: ResultTable) -> str:
+    """With a heading, and the notes as a list."""
+
+    def line(cells: Sequence[str]) -> str:
+        return f"| {' | '.join(cells)} |"
+
+    lines = [f"### {_escape_markdown(table.title)}", "", line([_escape_markdown(name) for name in table.header])]
+    lines.append(line(["---", *("---:" for _ in table.header[1:])]))
+    lines += [line([_markdown_cell(cell) for cell in row]) for row in table.rows]
+    if table.reference:
+        lines.append(line([f"*{REFERENCE}*", *("" for _ in table.header[1:])]))
+        lines += [line([_markdown_cell(cell) for cell in row]) for row in table.reference]
+    return "\n".join([*lines, "", *(f"- {_escape_markdown(note)}" for note in table.notes)])
+
+
+def latex(table: ResultTable) -> str:
+    """For `booktabs`, with the notes beneath."""
+
+    def line(cells: Sequence[str]) -> str:
+        guard = "{}" if cells[0].startswith(("[", "*")) else ""  # which the \\\\ before would take as its argument
+        return f"{guard}{' & '.join(cells)} \\\\"
+
+    lines = ["\\begin{table}[t]", "\\centering", "\\small", f"\\caption{{{_escape_latex(table.title)}}}"]
+    lines.append(f"\\label{{tab:{table.name}}}")
+    lines += [f"\\begin{{tabular}}{{l{'r' * (len(table.header) - 1)}}}", "\\toprule"]
+    lines += [line([_escape_latex(name) for name in table.header]), "\\midrule"]
+    lines += [line([_latex_cell(cell) for cell in row]) for row in table.rows]
+    if table.reference:
+        span = f"\\multicolumn{{{len(table.header)}}}{{l}}"
+        lines += ["\\midrule", f"{span}{{\\emph{{{_escape_latex(REFERENCE)}}}}} \\\\"]
+        lines += [line([_latex_cell(cell) for cell in row]) for row in table.reference]
+    lines += ["\\bottomrule", "\\end{tabular}", "\\par\\smallskip", "\\begin{minipage}{\\linewidth}\\footnotesize"]
+    lines += [_escape_latex(note) for note in table.notes]
+    return "\n".join([*lines, "\\end{minipage}", "\\end{table}"])
+
+
+def as_data(models: Sequence[ModelResult], request: EvaluationRequest) -> dict[str, Any]:
+    """Every number with how it was measured, the tables and the paper's rows; null where a number is not finite."""
+    data = {
+        "request": {
+            "validation": None if request.validation is None else str(request.validation),
+            "validation_tokens": request.validation_tokens,
+            "documents": request.documents,
+            "paloma": is_paloma(request),
+            "first_token": request.first_token,
+            "tasks": [
+                {"name": d.task.name, "split": d.split, "origin": d.origin, "note": d.note} for d in request.tasks
+            ],
+            "limit": request.limit,
+        },
+        "same_tokenizer": same_tokenizer(models),
+        "models": [_model_data(model, request) for model in models],
+        "tables": [_table_data(table) for table in tables(models, request)],
+        "paper": {
+            "about": REFERENCE,
+            "fit": [{"name": row.name, **_numbers(paper.FIT_COLUMNS, row.scores)} for row in paper.FIT],
+            "paloma": [{"group": row.group, **_numbers(paper.PALOMA_METHODS, row.perplexity)} for row in paper.PALOMA],
+            "zero_shot": [
+                {"name": row.name, **_numbers(paper.ZERO_SHOT_COLUMNS, row.scores)} for row in paper.ZERO_SHOT
+            ],
+        },
+    }
+    finite: dict[str, Any] = _finite(data)
+    return finite
+
+
+def _model_data(model: ModelResult, request: EvaluationRequest) -> dict[str, Any]:
+    complete = model.sources if request.sources and len(model.sources) == len(request.sources) else None
+    all_tasks = request.tasks and len(model.tasks) == len(request.tasks)
+    return {
+        **{name: getattr(model, name) for name in ("name", "identity", "tokenizer", "context")},
+        "validation": None if model.validation is None else model.validation._asdict(),
+        "sources": [{**perplexity.as_data(score), "group": group_name(score.name)} for score in model.sources],
+        "pooled": None if complete is None else perplexity.as_data(perplexity.pooled(complete)),
+        "macro": None if complete is None else perplexity.macro(complete)._asdict(),
+        "tasks": [
+            {**score._asdict(), "accuracies": {metric: a._asdict() for metric, a in score.accuracies.items()}}
+            for score in model.tasks
+        ],
+        "average": zero_shot.average(model.tasks) if all_tasks else None,
+    }
+
+
+def _table_data(table: ResultTable) -> dict[str, Any]:
+    rows, reference = ([[cell._asdict() for cell in row] for row in rows] for rows in (table.rows, table.reference))
+    return {**table._asdict(), "rows": rows, "reference": reference}
+
+
+def _markdown_cell(cell: TableCell) -> str:
+    text = _escape_markdown(cell.text)
+    text = f"**{text}**" if cell.bold else text
+    return f"{text} ± {cell.error}" if cell.error else text
+
+
+def _latex_cell(cell: TableCell) -> str:
+    text = _escape_latex(cell.text)
+    text = f"\\textbf{{{text}}}" if cell.bold else text
+    return f"{text} {{\\scriptsize$\\pm$ {cell.error}}}" if cell.error else text
+
+
+def _escape_markdown(text: str) -> str:
+    """A bar would end a column; an underscore within a word needs no escape."""
+    return re.sub(r"([\\|*`<\[]|\b_|_\b|(?<!\w)_)", r"\\\1", text)
+
+
+def _escape_latex(text: str) -> str:
+    return "".join(_LATEX.get(letter, letter) for letter in text)
+
+
+def _numbers(names: Sequence[str], texts: Sequence[str]) -> dict[str, float]:
+    return {name: float(text.replace(",", "")) for name, text in zip(names, texts, strict=True)}
+
+
+def _finite(data: Any) -> Any:
+    """JSON has no infinity."""
+    if isinstance(data, dict):
+        return {key: _finite(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_finite(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data
