@@ -270,10 +270,13 @@ def test_numbers_as_text_are_numbers():
     }
 
 
-@pytest.mark.parametrize("text", ["3e-4", "3.0e-4", "+30E-5", ".3e-3", "0.3e-3"])
-def test_yaml_numbers_without_a_dot_or_sign_are_numbers(text: str):
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("3e-4", 3e-4), ("+30E-5", 3e-4), (".3e-3", 3e-4), ("0.3e-3", 3e-4), ("1.5e3", 1500), ("-2e1", -20)],
+)
+def test_yaml_numbers_without_a_dot_or_sign_are_numbers(text: str, number: float):
     """YAML 1.1 reads 3e-4 and 1.5e3 as text: two runs with the same option would have different configs."""
-    assert load_config("nano", "mhc-2", [f"residual.gate_scale={text}"]).residual.options[0] == ("gate_scale", 3e-4)
+    assert load_config("nano", "mhc-2", [f"residual.gate_scale={text}"]).residual.options[0] == ("gate_scale", number)
 
 
 def test_a_residual_config_is_a_value():
