@@ -17,7 +17,7 @@ from dualres.residual import registry
 from tests.small import next_token_loss, random_tokens
 
 SECTIONS = [*configuration_page.SECTIONS.values(), MoEConfig, RopeScaling, ParallelConfig]
-OPTIONS = {row.options for row in registry.METHODS.values()}
+OPTIONS = list(dict.fromkeys(row.options for row in registry.METHODS.values()))
 EXAMPLE = Path(configuration_page.__file__).parent / "adding-a-residual.md"
 
 

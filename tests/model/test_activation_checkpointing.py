@@ -68,6 +68,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.axes(residual="dar-block", feedforward="dense", share=0.75)
 @pytest.mark.parametrize(("recompute", "share"), WAYS)
 @pytest.mark.parametrize("feedforward", FEEDFORWARDS)
 @pytest.mark.parametrize("residual", RESIDUALS)

@@ -137,6 +137,7 @@ def test_residual_traffic(
     assert moved.backward == 32 * backward
 
 
+@pytest.mark.axes(name="dar-block", feedforward="dense")
 @pytest.mark.parametrize("feedforward", FEEDFORWARDS)
 @pytest.mark.parametrize("name", RESIDUALS)
 def test_autocast(name: str, feedforward: str):

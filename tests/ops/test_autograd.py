@@ -89,6 +89,7 @@ def flat_prefix(found: tuple[Prefix, ...]) -> list[Tensor]:
     return [tensor for prefix in found for tensor in prefix]
 
 
+@pytest.mark.axes(kind="cpu", name="dual", dtype="fp32")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ROUTES)
 def test_prefix(kind: str, name: str, dtype: str):
@@ -106,6 +107,7 @@ def test_prefix_of_queries_that_do_not_fit_together(monkeypatch: Any):
     check_prefix("dual", 3, 4, (1, 3, WIDTH), torch.float32)
 
 
+@pytest.mark.axes(kind="cpu", name="dual", states=3, sets=1)
 @pytest.mark.parametrize("sets", [1, 3])
 @pytest.mark.parametrize("states", [1, 2, 3, 4, 9, 17, 49])
 @pytest.mark.parametrize("name", ["single", "dual", "fixed_kv"])
@@ -152,6 +154,7 @@ READS = {
 }
 
 
+@pytest.mark.axes(kind="cpu", name="single", row="3-updates-normed", dtype="fp32")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("row", [row for row in READS if row != "0-updates-plain"])  # which is no operator
 @pytest.mark.parametrize("name", ["single", "vproj"])
@@ -178,6 +181,7 @@ def test_read(kind: str, name: str, row: str, dtype: str):
     compare(op(ops.read, lambda x: x), op(reference.read, Tensor.double), inputs, DTYPES[dtype])
 
 
+@pytest.mark.axes(kind="cpu", name="dual", row="3-updates-normed", dtype="fp32")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("row", READS)
 @pytest.mark.parametrize("name", ["dual", "self_kv", "fixed_kv", "cross_v"])
@@ -211,6 +215,7 @@ def test_gated_read(kind: str, name: str, row: str, dtype: str):
     compare(op(ops.gated_read), op(reference.gated_read), inputs, DTYPES[dtype])
 
 
+@pytest.mark.axes(kind="cpu", streams=4, count=6, steps=20, normed=True, dtype="fp32")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("normed", [True, False], ids=["normed", "plain"])
 @pytest.mark.parametrize(("streams", "count", "steps"), [(2, 2, 20), (3, 5, 7), (4, 4, 20), (4, 6, 20), (8, 9, 3)])
@@ -252,6 +257,7 @@ def test_sinkhorn_survives_extreme_logits(kind: str):
         assert (left.coefficients[:2, :, 0].movedim(-1, 0) - wanted).abs().max() < 1e-4
 
 
+@pytest.mark.axes(kind="cpu", streams=2, count=3, learned=True, dtype="fp32")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("learned", [True, False], ids=["learned", "constant"])
 @pytest.mark.parametrize(("streams", "count"), [(1, 1), (2, 3), (4, 6), (8, 12)])

@@ -80,6 +80,7 @@ def test_the_account_is_what_the_meter_counts(op: str, sizes: dict[str, int], ex
     assert tuple(moved) == tuple(expected)
 
 
+@pytest.mark.axes(states=5, branches=4, shared=True)
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "own"])
 @pytest.mark.parametrize("branches", [2, 4, 6, 8, 16])
 @pytest.mark.parametrize("states", [1, 2, 5, 9])
@@ -99,6 +100,7 @@ def test_a_block_stays_within_its_budget(states: int, branches: int, shared: boo
     assert meter.traffic().total / branches <= 8 + (2 * states + 2 * len(set(used))) / branches
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("op", "sizes"), [row[:2] for row in PER_OP.values()], ids=PER_OP)
 def test_runs_repeat_bit_by_bit(op: str, sizes: dict[str, int]):
     round_to_nearest()

@@ -125,6 +125,7 @@ def test_watching_a_decoder_changes_no_bit(name: str, dtype: torch.dtype):
     assert torch.equal(decoder(tokens), plain)
 
 
+@pytest.mark.axes(method="dar-block", branches_per_block=4, shared=True, layers=5)
 @pytest.mark.parametrize("layers", [1, 2, 5])
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "own"])
 @pytest.mark.parametrize("branches_per_block", [2, 4, 6, 10])
@@ -144,6 +145,7 @@ def test_every_parameter_is_used(method: str, branches_per_block: int, shared: b
     assert not unused
 
 
+@pytest.mark.axes(name="dar-block", feedforward="dense")
 @pytest.mark.parametrize("feedforward", FEEDFORWARDS)
 @pytest.mark.parametrize("name", RESIDUALS)
 def test_every_decoder_parameter_gets_a_gradient(name: str, feedforward: str):
