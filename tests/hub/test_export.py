@@ -5,6 +5,8 @@ import math
 import resource
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -268,6 +270,32 @@ def test_commands(made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert cli.main(["train", "nano", "dar-block", *began, *data, *changes]) == 0
     assert cli.main(["train", "nano", "mhc-4", *began, *data, *changes]) == 2
     assert "use the model's method" in capsys.readouterr().err
+
+
+CONSOLE = """
+import sys
+from dualres import cli
+
+def command(*words):
+    sys.argv = ["dualres", *words]
+    try:
+        cli.run()
+    except SystemExit as ended:
+        assert ended.code == 0
+
+run, exported, out = sys.argv[1:]
+command("generate", run, "x", "--tokens", "2")
+assert "transformers" not in sys.modules
+command("convert", exported, out, "--residual", "dar-block")
+"""
+
+
+def test_the_console_imports_transformers_where_it_is_needed(made: Made, tmp_path: Path):
+    """It takes seconds, and a run's generation does without; a dualres model as a source must be known to it."""
+    export(made.folder / "standard", tmp_path / "exported")
+    words = [str(path) for path in (made.folder / "standard", tmp_path / "exported", tmp_path / "out")]
+    done = subprocess.run([sys.executable, "-c", CONSOLE, *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 RECORDS = {
