@@ -159,10 +159,6 @@ class Groups(NamedTuple):
     ends: dist.ProcessGroup | None  # the first and the last rank of this rank's pipeline
 
     @property
-    def data_rank(self) -> int:
-        return self.data.get_local_rank()
-
-    @property
     def stage(self) -> int:
         return self.pipeline.get_local_rank()
 

@@ -66,7 +66,7 @@ class Checkpoints:
         if self.world.is_main:
             for leftover in self.folder.glob(f"*{PARTIAL}"):
                 shutil.rmtree(leftover, ignore_errors=True)
-        while (newest := self.world.broadcast(_newest(self.folder))) is not None:
+        while (newest := self.world.broadcast(self.last())) is not None:
             wrong = self._check(newest)
             if not wrong:
                 load(newest, tensors, distributed=self.world.size > 1)
@@ -79,7 +79,7 @@ class Checkpoints:
         return None
 
     def last(self) -> Path | None:
-        return _newest(self.folder)
+        return next(reversed(found(self.folder)), None)
 
     def _check(self, checkpoint: Path) -> list[str]:
         """What is wrong with it; each rank checks some of its files."""
@@ -205,10 +205,6 @@ def damage(checkpoint: Path, world: World | None = None) -> list[str]:
         elif _sum(path) != checksum:
             wrong.append(f"the checksum of {path} has changed")
     return wrong
-
-
-def _newest(folder: Path) -> Path | None:
-    return found(folder)[-1] if found(folder) else None
 
 
 def _sums(folder: Path, world: World) -> dict[str, list[Any]]:

@@ -25,7 +25,7 @@ class ShardedEngine(TorchEngine):
     def __init__(self, config: Config, world: World, objective: Objective, groups: Groups, tied: Sequence[str] = ()):
         super().__init__(config.train, world, objective, objective)
         self.groups = groups
-        self.data_rank, self.data_size = groups.data_rank, groups.sizes.data
+        self.data_rank, self.data_size = groups.data.get_local_rank(), groups.sizes.data
         self.roles = gradients.roles(self.parameters, groups, tied)
 
     def accumulate(self, micro_batches: Sequence[MicroBatch]) -> Losses:
