@@ -43,8 +43,7 @@ def add(commands: Any) -> None:
         f"{arguments.known()}{arguments.OVERRIDES}\n"
         "examples:\n"
         "  dualres plan moe-7b dar-block --gpus 8 --gpu-memory 80\n"
-        "  dualres plan moe-7b dar-block --gpus 8 --gpu-memory 80 --set train.parallel.tensor=2\n"
-        "docs/scaling.md goes from one node to ten thousand GPUs.",
+        "  dualres plan moe-7b dar-block --gpus 8 --gpu-memory 80 --set train.parallel.tensor=2\n",
     )
     arguments.experiment(sub)
     sub.add_argument("--gpus", metavar="N", type=int, required=True, help="how many there are")

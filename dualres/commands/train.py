@@ -37,8 +37,7 @@ def add(commands: Any) -> None:
         "  dualres train nano dar-block\n"
         "  torchrun --nproc-per-node 8 -m dualres train 1b dar-block --data data/fineweb --out runs/1b-dar\n"
         "  dualres train 1b dar-block --dry-run --gpus 8\n"
-        "  dualres train 1b dar-block --from models/llama-1b-dar --data data/llama-tokens\n"
-        "docs/training.md has launches over several machines.",
+        "  dualres train 1b dar-block --from models/llama-1b-dar --data data/llama-tokens\n",
     )
     arguments.experiment(sub)
     sub.add_argument("--data", metavar="D", type=Path, default=DEFAULT_DATA, help=f"prepared data ({DEFAULT_DATA})")

@@ -2,6 +2,7 @@
 # B batch  T tokens  D width  J stored streams  O output streams  R history  U query sets  K updates
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import ParamSpec, TypeVar
 
@@ -20,7 +21,7 @@ def no_autocast(function: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        device = _device(args)
+        device = _device(args, function)
         if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
             return function(*args, **kwargs)
         with torch.autocast(device, enabled=False):
@@ -209,10 +210,13 @@ def _nonempty(name: str, tensors: Sequence[Tensor]) -> None:
         raise ValueError(f"{name} is empty: give at least one tensor")
 
 
-def _device(args: Sequence[object]) -> str:
+def _device(args: Sequence[object], function: Callable[..., object]) -> str:
     """The device of the first tensor in arguments that may be bundles."""
     first = args[0]
-    while not isinstance(first, Tensor):
-        assert isinstance(first, Sequence)
+    while isinstance(first, Sequence) and len(first) > 0:
         first = first[0]
+    if not isinstance(first, Tensor):
+        raise TypeError(
+            f"argument {next(iter(inspect.signature(function).parameters))} has no tensor: it is {args[0]!r}"
+        )
     return first.device.type

@@ -83,8 +83,8 @@ def test_impossible_meshes(made: Config, processes: int, message: str):
     [
         ("tensor", 4, r"tensor=4 does not divide model.kv_heads=2: use 1 or 2"),
         ("expert", 3, r"expert=3 does not divide model.moe.experts=8: use 1, 2, 4 or 8"),
-        ("pipeline", 8, r"pipeline=8 is more than model.layers=7"),
-        ("virtual_stages", 0, r"virtual_stages=0 is not positive"),
+        ("pipeline", 8, r"pipeline=8 exceeds model.layers=7"),
+        ("virtual_stages", 0, r"virtual_stages=0 is out of range"),
     ],
 )
 def test_the_config_refuses_what_no_number_of_processes_makes_possible(name: str, value: int, message: str):

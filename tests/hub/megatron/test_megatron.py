@@ -153,6 +153,6 @@ def test_without_megatron_the_error_has_the_command(monkeypatch: pytest.MonkeyPa
     for name in [name for name in sys.modules if name.startswith("megatron.")]:
         monkeypatch.delitem(sys.modules, name)
     with pytest.raises(
-        MissingExtraError, match=r"dualres.hub.megatron needs the package megatron: pip install 'dualres\["
+        MissingExtraError, match=r"dualres.hub.megatron needs the package megatron.*pip install -e '.\[megatron\]'"
     ):
         importlib.import_module("dualres.hub.megatron")
