@@ -179,7 +179,7 @@ WIDE: dict[str, Any] = {  # mostly weights, as a large model on many GPUs
 SHARDED = {  # ranks (three divide almost none of its tensors), and how far the estimate may lie above the measured peak
     "many tokens": (2, deeper(*PEAKS[0], train__micro_batch=8, train__global_batch=8), 1.1),
     "many tokens, recomputed": (3, deeper(*PEAKS[1]), 1.15),
-    "many weights": (3, tiny_config(train__precision="bf16", **WIDE), 1.1),
+    "many weights": pytest.param(3, tiny_config(train__precision="bf16", **WIDE), 1.1, marks=pytest.mark.slow),
     "many weights, recomputed": (2, tiny_config(train__recompute="full", **WIDE), 1.02),
 }
 

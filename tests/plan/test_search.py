@@ -10,7 +10,7 @@ from dualres.plan.search import candidates, choose
 BATCH = ["model.layers=5", "train.global_batch=52", "train.micro_batch=4"]
 CASES = {
     "dense, short last block": ("nano", "dar-block", [], 4),
-    "dense, large micro-batch": ("nano", "standard", ["train.micro_batch=13"], 2),
+    "dense, large micro-batch": ("nano", "standard", ["train.micro_batch=13", "train.global_batch=26"], 2),
     "sparse": ("nano-moe", "dar-block", [], 8),
 }
 MACHINES = {
