@@ -20,7 +20,7 @@ NOTE = """\
 This is an analytical estimate, not validated on GPUs. Memory is counted by running the real modules on fake tensors,
 eagerly: torch.compile keeps less; NCCL, workspaces of kernels and allocator fragmentation are not counted. Seconds
 follow from the stated peaks and bandwidths: they are for comparing meshes. On small meshes of CPU processes, memory is
-within 10% of the measured peak and the bytes sent are exact (tests/plan)."""
+within 10% of the measured peak and the bytes sent are exact."""
 
 
 class Plan(NamedTuple):

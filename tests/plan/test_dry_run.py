@@ -43,10 +43,8 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    ("scale", "batch", "steps", "ranks"),
-    [pytest.param("1b", 256, 47_683, 8, marks=pytest.mark.slow), ("moe-7b", 128, 60_000, 4)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("scale", "batch", "steps", "ranks"), [("1b", 256, 47_683, 8), ("moe-7b", 128, 60_000, 4)])
 def test_the_papers_large_models(
     scale: str, batch: int, steps: int, ranks: int, elsewhere: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -290,6 +288,7 @@ def test_ddp_that_does_not_fit_is_told_to_shard(elsewhere: Path, capsys: pytest.
     assert "use train.engine=fsdp2, " in checks_of(plan_of(*given, capsys=capsys)[1])["memory"][1]
 
 
+@pytest.mark.slow
 def test_activations_that_compiling_may_save_are_no_problem(elsewhere: Path, capsys: pytest.CaptureFixture[str]):
     """Where even recomputation is not enough, or nothing compiles, it is one."""
     least = gib(tiny_config(**DEEP, train__recompute="full"), "single", 1)

@@ -56,7 +56,11 @@ def compare(case: Case, measured: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("residual", "precision", "recompute"),
-    [("standard", "fp32", "none"), ("dar-block", "bf16", "none"), ("attnres-block", "fp32", "full")],
+    [
+        pytest.param("standard", "fp32", "none", marks=pytest.mark.slow),
+        ("dar-block", "bf16", "none"),
+        pytest.param("attnres-block", "fp32", "full", marks=pytest.mark.slow),
+    ],
 )
 def test_memory_of_one_process(residual: str, precision: str, recompute: str):
     config = config_of(Case(Mesh(), residual, "dense", precision, recompute))
@@ -64,7 +68,14 @@ def test_memory_of_one_process(residual: str, precision: str, recompute: str):
     assert planned(config, 1).memory[0].total == pytest.approx(sum(held.values()) + most, rel=TOLERANCE)
 
 
-@pytest.mark.parametrize(("residual", "layers"), [("standard", 8), ("dar-block", 12), ("attnres-block", 11)])
+@pytest.mark.parametrize(
+    ("residual", "layers"),
+    [
+        pytest.param("standard", 8, marks=pytest.mark.slow),
+        pytest.param("dar-block", 12, marks=pytest.mark.slow),
+        ("attnres-block", 11),  # with a short last block
+    ],
+)
 def test_deep_models_follow_from_their_first_blocks(residual: str, layers: int):
     """To the byte, but for what the readout keeps of a longer history: a number per token and state."""
     case = Case(Mesh(), residual, "dense", "bf16", "selective", (("model__layers", layers),))

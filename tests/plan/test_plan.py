@@ -77,9 +77,9 @@ def test_less_memory_takes_what_is_slower():
     ("override", "chosen"),
     [
         ("train.parallel={tensor: 2, sequence_parallel: true}", False),
-        ("train={parallel: {pipeline: 2}}", False),
+        pytest.param("train={parallel: {pipeline: 2}}", False, marks=pytest.mark.slow),
         ("train.parallel.zero_stage=3", True),
-        ("train.parallel={zero_stage: 1}", True),
+        pytest.param("train.parallel={zero_stage: 1}", True, marks=pytest.mark.slow),
     ],
 )
 def test_a_mesh_is_given_by_what_cuts(override: str, chosen: bool, capsys: pytest.CaptureFixture[str]):
@@ -90,7 +90,7 @@ def test_a_mesh_is_given_by_what_cuts(override: str, chosen: bool, capsys: pytes
     assert mesh_of(started, 4)._asdict().items() <= made["mesh"].items()
 
 
-@pytest.mark.parametrize(("ranks", "virtual"), [(4, 1), (2, 2), (4, 2)])
+@pytest.mark.parametrize(("ranks", "virtual"), [pytest.param(4, 1, marks=pytest.mark.slow), (2, 2), (4, 2)])
 def test_what_a_pipeline_sends(ranks: int, virtual: int, capsys: pytest.CaptureFixture[str]):
     """Eight blocks in C = P·V even chunks; sixteen micro-batches, states there and gradients back."""
     cut = {"pipeline": ranks, "virtual_stages": virtual}
