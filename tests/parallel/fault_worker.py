@@ -74,7 +74,7 @@ FAULTS: dict[str, Callable[[], None]] = {
 
 if __name__ == "__main__":
     rank, fault = os.environ["FAULT"].split()
-    if rank == os.environ["RANK"]:
+    if rank == os.environ.get("RANK", "0"):
         FAULTS[fault]()
     elif os.environ.get("OTHERS"):
         FAULTS[os.environ["OTHERS"]]()

@@ -14,7 +14,7 @@ from dualres.train.engines.build import build_engine
 from tests.launching import torchrun
 from tests.parallel import uneven_worker
 from tests.parallel.cases import MESHES, REPRESENTATIVE, cases, config_of
-from tests.parallel.checks_worker import CHECKS
+from tests.parallel.checks_worker import CHECKS, SOME
 from tests.parallel.mesh_worker import ALONE
 from tests.parallel.reshard_worker import CASE, SAME, go_on
 
@@ -66,9 +66,15 @@ def test_a_vocabulary_that_tensor_groups_do_not_divide_is_saved(tmp_path: Path):
         assert [key for key in tensors if not torch.equal(tensors[key], trained[key])] == [], name
 
 
-@pytest.mark.slow
-def test_properties_of_meshes(tmp_path: Path):
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(SOME, id="some", marks=pytest.mark.slow),
+        pytest.param(tuple(CHECKS), id="all", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_properties_of_meshes(names: tuple[str, ...], tmp_path: Path):
     """Bytes between stages, the sum over tensor ranks, fewer rows, compiled blocks, bfloat16 with recomputation."""
-    torchrun("tests.parallel.checks_worker", 4, str(tmp_path))
+    torchrun("tests.parallel.checks_worker", 4, str(tmp_path), *names)
     results = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
-    assert results == {name: [] for name in CHECKS}
+    assert results == {name: [] for name in names}

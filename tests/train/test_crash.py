@@ -52,11 +52,16 @@ def wait_for(happened, process: subprocess.Popen[str], folder: Path) -> None:
 
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize(("kills", "steps"), KILLS)
-def test_killed_again_and_again(kills: int, steps: int, ranks: int, data: Path, tmp_path: Path):
-    """At random moments, every second time while a checkpoint is being written."""
+def test_killed_again_and_again(
+    kills: int, steps: int, ranks: int, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """In the middle of a save, and then at random moments, every second time once a save has begun."""
     whole, folder = tmp_path / "whole", tmp_path / "killed"
     long = {**LONG_RUN, "train__tokens": steps * 4 * 32}
     finish(launch(data, whole, ranks=ranks, **long), whole)
+    monkeypatch.setenv("FAULT", "0 killed_while_saving")
+    assert launch(data, folder, ranks=ranks, program="tests.parallel.fault_worker", **long).wait(DEADLINE) != 0
+    assert saving(folder)
     chance = random.Random(0)
     during_a_save = 0
     for kill in range(kills):
@@ -69,7 +74,7 @@ def test_killed_again_and_again(kills: int, steps: int, ranks: int, data: Path, 
         kill_all(process)
         assert process.returncode == -signal.SIGKILL
         during_a_save += saving(folder)
-    assert during_a_save >= kills // 3  # that a save was really cut
+    assert during_a_save >= kills // 6  # on a busy machine a save may end before the signal comes
     assert not (folder / run_folder.SUMMARY).exists()
     finish(launch(data, folder, ranks=ranks, **long), folder)
     assert metrics(folder) == metrics(whole)
