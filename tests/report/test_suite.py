@@ -111,7 +111,7 @@ def test_other_data_in_the_same_folder_are_refused(suite: Path, tmp_path: Path, 
         (["--processes", "0"], {}, 2, "--processes 0 is not positive"),
         (["--processes", "3"], {}, 1, "train.global_batch=4 must be at least"),
         (["--residuals", "dar-block,standard"], {"residual__share_parameters": "false"}, 2, "share_parameters"),
-        ([], {"model__vocab_size": 100}, 1, "the tokenizer has 257 entries"),
+        ([], {"model__vocab_size": 100}, 1, "the tokenizer has 257 tokens"),
         (["--data", "nowhere"], {}, 2, "nowhere has no index.json"),
     ],
 )
