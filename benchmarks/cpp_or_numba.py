@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.cpp_extension import load_inline
 
 from dualres.ops import cpu
-from dualres.train.malloc import keep_freed_memory
+from dualres.train.process_group import keep_freed_memory
 from dualres.util.tables import table
 
 KEY, VALUE, EPS = [1, 0], [0, 1], 1e-6

@@ -32,7 +32,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seeds", type=int, default=2)
-    methods = [name for name, row in METHODS.items() if "rho_bias" in row.options]
+    methods = [name for name, row in METHODS.items() if hasattr(row.options, "rho_bias")]
     parser.add_argument("--residual", default="dar-block", choices=methods)
     parser.add_argument("--starts", default="1:0,1:2,1:4,0.01:0,0.01:4", help="gate_scale:rho_bias, …")
     arguments = parser.parse_args()

@@ -23,10 +23,9 @@ import torch
 from torch import Tensor
 
 from dualres import ops
-from dualres.ops import dispatch, reference
-from dualres.ops.reference import GateParameters, Norm
+from dualres.ops import GateParameters, Live, Norm, Prefix, dispatch, reference
 from dualres.residual.route import DUAL, SINGLE
-from dualres.train.malloc import keep_freed_memory
+from dualres.train.process_group import keep_freed_memory
 from dualres.util.amx import avoid_hidden_tiles
 from dualres.util.tables import table
 
@@ -84,18 +83,18 @@ def main() -> None:
 
 
 def retrieval_of_the_paper(history: Sequence[Tensor], queries: Tensor) -> list[Tensor]:
-    """The pseudocode of DAR: keys normalised, stacked and scored, values stacked and weighed, one query at a time."""
+    """The pseudocode of DAR: keys normalized, stacked and scored, values stacked and weighed, one query at a time."""
     found = []
     for query in queries:
         for j in range(2):
-            keys = torch.stack([normalised(state[1 - j]) for state in history])  # (R,B,T,D)
+            keys = torch.stack([normalized(state[1 - j]) for state in history])  # (R,B,T,D)
             values = torch.stack([state[j] for state in history])
             weights = torch.einsum("d,rbtd->rbt", query[j], keys).softmax(0)
             found.append(torch.einsum("rbt,rbtd->btd", weights, values))
     return found
 
 
-def normalised(x: Tensor) -> Tensor:
+def normalized(x: Tensor) -> Tensor:
     """A weightless RMSNorm, as it is usually written."""
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS)
 
@@ -106,7 +105,7 @@ def prefix_case(tokens: int, width: int, states: int, dtype: torch.dtype, device
     queries = 0.05 * torch.randn(2, 2, width, device=device)
 
     def call(prefix: Callable[..., Any]) -> Callable[..., Sequence[Tensor]]:
-        return lambda queries, *history: prefix(history, queries, DUAL, EPS)[0]
+        return lambda queries, *history: [found.retrieved for found in prefix(history, queries, route=DUAL, eps=EPS)]
 
     def paper(queries: Tensor, *history: Tensor) -> list[Tensor]:
         return retrieval_of_the_paper(history, queries.to(history[0].dtype))
@@ -120,7 +119,7 @@ def attnres_prefix_case(tokens: int, width: int, states: int, dtype: torch.dtype
     queries = 0.05 * torch.randn(2, 1, width, device=device)
 
     def call(prefix: Callable[..., Any]) -> Callable[..., Sequence[Tensor]]:
-        return lambda queries, *history: prefix(history, queries, SINGLE, EPS)[0]
+        return lambda queries, *history: [found.retrieved for found in prefix(history, queries, route=SINGLE, eps=EPS)]
 
     return Case([queries, *history], call(ops.prefix), call(reference.prefix), None)
 
@@ -136,7 +135,9 @@ def read_case(tokens: int, width: int, states: int, dtype: torch.dtype, device: 
     def call(read: Callable[..., Any]) -> Callable[..., Sequence[Tensor]]:
         def run(h: Tensor, z: Tensor, c: Tensor, q: Tensor, w: Tensor, *rest: Tensor) -> Sequence[Tensor]:
             own = [GateParameters(*rest[3 * g : 3 * g + 3]) for g in range(3)]
-            return read(h, z, rest[9:], c, q, own, DUAL, EPS, Norm(w, EPS))
+            prefix, live, norm = Prefix(h, z), Live(rest[9:], c), Norm(w, EPS)
+            h, next_live = read(prefix, live, query=q, gates=own, route=DUAL, eps=EPS, norm=norm)
+            return h, next_live.coefficients
 
         return run
 
@@ -153,7 +154,8 @@ def hyper_read_case(tokens: int, width: int, states: int, dtype: torch.dtype, de
     def call(read: Callable[..., Any]) -> Callable[..., Sequence[Tensor]]:
         def run(c: Tensor, w: Tensor, *rest: Tensor) -> Sequence[Tensor]:
             own = [GateParameters(*rest[3 * g : 3 * g + 3]) for g in range(3)]
-            return read(rest[9:], c, own, 20, EPS, Norm(w, EPS))
+            h, next_live = read(Live(rest[9:], c), gates=own, steps=20, eps=EPS, norm=Norm(w, EPS))
+            return h, next_live.coefficients
 
         return run
 
@@ -166,7 +168,7 @@ def write_case(tokens: int, width: int, states: int, dtype: torch.dtype, device:
     coefficients = torch.randn(4, 2, 1, tokens, device=device)
 
     def call(write: Callable[..., Tensor]) -> Callable[..., Sequence[Tensor]]:
-        return lambda c, *rows: [write(rows, c)]
+        return lambda c, *rows: [write(Live(rows, c))]
 
     return Case([coefficients, *rows], call(ops.write), call(reference.write), None)
 

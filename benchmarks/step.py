@@ -28,7 +28,7 @@ from dualres.config.loading import load_config
 from dualres.config.schema import Config
 from dualres.model.generation import generate
 from dualres.ops import dispatch
-from dualres.plan.run_memory import Live
+from dualres.plan.live_bytes import LiveBytes
 from dualres.train.engines.base import MicroBatch, TorchEngine
 from dualres.train.engines.build import build_engine
 from dualres.train.process_group import World, join_world
@@ -147,7 +147,7 @@ class Contender:
         for parameter in objective.parameters():
             parameter.grad = torch.zeros_like(parameter)
         older = [tensor for parameter in objective.parameters() for tensor in (parameter, parameter.grad)]
-        with Live([tensor for tensor in older if tensor is not None]) as live:
+        with LiveBytes([tensor for tensor in older if tensor is not None]) as live:
             loss = objective(self.sequences)
             kept = live.now
             loss.backward()

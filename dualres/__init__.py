@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from dualres.config.schema import MoEConfig as MoEConfig
     from dualres.config.schema import ResidualConfig as ResidualConfig
     from dualres.config.schema import TrainConfig as TrainConfig
+    from dualres.model.attention import KVCache as KVCache
+    from dualres.model.attention import RouterReport as RouterReport
     from dualres.model.block import ResidualBlock as ResidualBlock
     from dualres.model.block import ResidualStack as ResidualStack
     from dualres.model.block import compile_blocks as compile_blocks
     from dualres.model.block import recompute_blocks as recompute_blocks
     from dualres.model.block import residual_stack as residual_stack
-    from dualres.model.context import KVCache as KVCache
-    from dualres.model.context import RouterReport as RouterReport
     from dualres.model.decoder import Decoder as Decoder
     from dualres.model.decoder import build_decoder as build_decoder
     from dualres.model.generation import generate as generate
@@ -33,7 +33,7 @@ _MODULES = {
     "config.loading": ("load_config",),
     "config.schema": ("Config", "ConfigError", "MoEConfig", "ModelConfig", "ResidualConfig", "TrainConfig"),
     "model.block": ("ResidualBlock", "ResidualStack", "compile_blocks", "recompute_blocks", "residual_stack"),
-    "model.context": ("KVCache", "RouterReport"),
+    "model.attention": ("KVCache", "RouterReport"),
     "model.decoder": ("Decoder", "build_decoder"),
     "model.generation": ("generate",),
 }

@@ -15,3 +15,22 @@ torch.set_num_threads(1)  # two test processes share two cores
 def _same_numbers_every_time():
     """A test that draws without a generator of its own draws the same numbers in any order and on any machine."""
     torch.manual_seed(0)
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by marker
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tier the rows of a product that is marked `axes(parameter=base, …)`: one row per stressed axis is enough.
+
+    A row that differs from the base in at most one parameter keeps its tier, any other is exhaustive. A row of the
+    Triton interpreter, kind="triton", may differ in one more: then it is slow.
+    """
+    for item in items:
+        marker = item.get_closest_marker("axes")
+        if marker is None:
+            continue
+        parameters = item.callspec.params  # type: ignore[attr-defined]
+        differing = [name for name, base in marker.kwargs.items() if parameters[name] != base]
+        if len(differing) == 2 and parameters.get("kind") == "triton":
+            item.add_marker(pytest.mark.slow)
+        elif len(differing) > 1:
+            item.add_marker(pytest.mark.exhaustive)

@@ -87,7 +87,7 @@ def test_bad_input_is_one_line_and_exit_2(arguments: list[str], capsys: pytest.C
         ),
         (
             ["prepare", "--help"],
-            ["goes on where it stopped", "python", "bpe:4096", "tekken", "OWNER/NAME", "--held-out"],
+            ["the same command resumes", "python", "bpe:4096", "tekken", "OWNER/NAME", "--held-out"],
         ),
         (["train", "--help"], [*names("scale"), *names("residual"), "torchrun", "--dry-run", "--gpus", "resumes"]),
         (["evaluate", "--help"], ["hellaswag", "--perplexity", "--tasks-from", "olmo", "repeat the command to resume"]),

@@ -67,16 +67,17 @@ class Recording(dict[str, equations.Array]):
 def network(model: ModelConfig, residual: ResidualConfig) -> Network:
     """The same network in the oracle's words."""
     family, _, variant = residual.method.partition("-")
+    options = dict(residual.options)
     return Network(
         family=family,
         layers=model.layers,
         heads=model.heads,
         kv_heads=model.kv_heads,
         branches_per_block=residual.branches_per_block or DEFAULT_BRANCHES_PER_BLOCK.get(residual.method, 2),
-        share_parameters=residual.share_parameters is not False,
+        share_parameters=options.get("share_parameters", True),
         route=variant if variant in equations.ROUTES else "dar",
-        streams=residual.streams or 1,
-        sinkhorn_steps=residual.sinkhorn_steps or 20,
+        streams=options.get("streams", 1),
+        sinkhorn_steps=options.get("sinkhorn_steps", 20),
         active=model.moe.active if model.moe else 0,
         rope_base=model.rope_base,
         eps=model.norm_eps,

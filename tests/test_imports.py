@@ -15,7 +15,7 @@ LAYERS = [
     ["config"],
     ["ops"],
     ["residual"],
-    ["model", "data", "config.loading"],
+    ["model", "data"],
     ["analyze"],
     ["parallel"],
     ["train"],

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dualres.analyze.cka import StreamStates, cross_stream_cka
-from dualres.analyze.experts import RouterWatcher, watching_routers
+from dualres.analyze.experts import RouterChoices
 from dualres.analyze.gates import WriteGates, association, rescue_gaps, write_gaps
 from dualres.analyze.norms import Norms
 from dualres.analyze.rescue import kl_rescue
@@ -79,14 +79,13 @@ def analyze(
     """Analyze the decoder on the first of `sequences` (B,T), as many as each part needs."""
     device = next(decoder.parameters()).device
     last, streams = min(protocol.last, sequences.shape[1]), stream_count(decoder.stack)
-    states, gates, depth, norms, router = StreamStates(last), WriteGates(last), DepthWeights(), Norms(), RouterWatcher()
+    states, gates, depth, norms, router = StreamStates(last), WriteGates(last), DepthWeights(), Norms(), RouterChoices()
     few, many = min(protocol.sequences, len(sequences)), min(protocol.retrieval_sequences, len(sequences))
     rows = sequences[: max(few, many)].to(device)
     for number, row in enumerate(rows):
         show(f"watching  sequence {number + 1}/{len(rows)}")
-        watchers = [*([states, gates] if number < few else []), *([depth, norms] if number < many else [])]
-        routers = [router] if number < many else []
-        with watching(decoder.stack, *watchers), watching_routers(decoder.stack, *routers):
+        watchers = [*([states, gates] if number < few else []), *([depth, norms, router] if number < many else [])]
+        with watching(decoder.stack, *watchers):
             hidden = decoder.hidden(row[None])
         if not hidden.isfinite().all():
             raise FloatingPointError(f"the model's states are not finite in sequence {number + 1}")

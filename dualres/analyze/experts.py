@@ -1,16 +1,13 @@
 """Expert load: how evenly each router uses its experts, measured from outside the model."""
 # N tokens  E experts  L layers  k active experts
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from dualres.analyze.taps import Hook, TokenMeans
-from dualres.model.block import NormedBranch, ResidualStack
+from dualres.analyze.taps import TokenMeans, Watcher
 from dualres.model.moe import MoE, router_logits
 
 
@@ -21,7 +18,7 @@ class Balance(NamedTuple):
     auxiliary: Tensor  # (L,): E · Σ_e f_e P_e, 1 for uniform routing
 
 
-class RouterWatcher:
+class RouterChoices(Watcher):
     """Accumulates the choices of every router."""
 
     def __init__(self) -> None:
@@ -42,16 +39,3 @@ class RouterWatcher:
             return None
         load = self.share.stacked()
         return Balance(load, load.shape[1] * (load * self.probability.stacked()).sum(1))
-
-
-@contextmanager
-def watching_routers(stack: ResidualStack, *watchers: RouterWatcher) -> Iterator[None]:
-    """Report the input of every MoE layer to the watchers."""
-    routed = Hook(*(watcher.routed for watcher in watchers))
-    modules = [cast(NormedBranch, branch).module for block in stack for branch in block.branches]
-    hooks = [module.register_forward_pre_hook(routed) for module in modules if isinstance(module, MoE)]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from dualres.analyze.taps import Site, TokenMeans, Watcher
-from dualres.ops.reference import wide
+from dualres.ops.reference import to_accumulation_dtype
 from dualres.residual.pathway import History, Pathway
 
 
@@ -37,4 +37,4 @@ class Norms(Watcher):
 
 def _rms(state: Tensor) -> Tensor:
     """(J,B,T,D) -> (J,B·T)"""
-    return wide(state).square().mean(-1).sqrt().flatten(1)
+    return to_accumulation_dtype(state).square().mean(-1).sqrt().flatten(1)

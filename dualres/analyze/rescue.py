@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from dualres.analyze.taps import Change, replacing
+from dualres.model.attention import Context
 from dualres.model.block import ResidualBlock, after
-from dualres.model.context import Context
 from dualres.model.decoder import Decoder
 from dualres.residual.pathway import History, embed
 from dualres.util.progress import Show, silent

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from dualres.model.block import ResidualBlock, ResidualStack
+from dualres.model.moe import MoE
 from dualres.ops import Norm
 from dualres.residual.pathway import History, Pathway
 
@@ -65,6 +66,9 @@ class Watcher:
 
     def reads_out(self, readout: Any, history: History) -> None:
         """The readout is about to turn the history into the output."""
+
+    def routed(self, moe: MoE, given: tuple[Any, ...]) -> None:
+        """A mixture of experts is about to run on the given arguments."""
 
 
 class TokenMeans:
@@ -185,7 +189,9 @@ def watching(stack: ResidualStack, *watchers: Watcher) -> Iterator[None]:
     """Report every forward pass of the stack to the watchers; its outputs stay bit-identical."""
     blocks, taps = list(stack), [block.tap for block in stack]
     _refuse_compiled(blocks)
-    hook = stack.readout.register_forward_pre_hook(Hook(*(watcher.reads_out for watcher in watchers)))
+    routed = Hook(*(watcher.routed for watcher in watchers))
+    hooks = [module.register_forward_pre_hook(routed) for module in stack.modules() if isinstance(module, MoE)]
+    hooks.append(stack.readout.register_forward_pre_hook(Hook(*(watcher.reads_out for watcher in watchers))))
     first = 0
     try:
         for number, block in enumerate(blocks):
@@ -193,7 +199,8 @@ def watching(stack: ResidualStack, *watchers: Watcher) -> Iterator[None]:
             first += len(block.branches)
         yield
     finally:
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
         for block, tap in zip(blocks, taps, strict=True):
             block.tap = tap
 

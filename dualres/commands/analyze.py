@@ -157,7 +157,7 @@ def _one(model: NamedModel, given: argparse.Namespace, progress: Progress) -> "A
         return before
     about = {
         "model": model.name,
-        "residual": dataclasses.asdict(decoder.residual_config),
+        "residual": decoder.residual_config.to_dict(),
         "data": data.resolve().name,
         "dtype": str(opened.dtype).removeprefix("torch."),
         "device": opened.device.type,

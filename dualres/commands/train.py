@@ -3,7 +3,6 @@
 import argparse
 import json
 import math
-import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,44 +14,44 @@ from dualres.config.schema import Config, ConfigError
 from dualres.data.prepare import Settings
 from dualres.data.shards import INDEX
 from dualres.data.source import PYTHON
-from dualres.util.optional_dependencies import install
+from dualres.plan.hardware import GIB, Hardware
+from dualres.train.launch import launch_command
 from dualres.util.progress import Progress, short
 
 if TYPE_CHECKING:
     from dualres.train.process_group import World
 
 DEFAULT_DATA = Path("data") / PYTHON
-GPUS_OF_A_MACHINE = 8  # in the printed command
 
 
 def add(commands: Any) -> None:
-    """Declare it."""
     sub = arguments.command(
         commands,
         "train",
-        "train a model, or go on with an interrupted run",
-        "Train SCALE on RESIDUAL by the recipe of the scale. The same command resumes an interrupted run;\n"
-        "SIGTERM and Ctrl-C save a checkpoint first. Without --data it trains on Python's standard library.\n"
-        "--dry-run starts nothing: it prints the plan and exits with 1 if the run could not start.",
+        "train a model, or resume an interrupted run",
+        "Train SCALE with the residual method RESIDUAL by the recipe of the scale. The same command resumes an\n"
+        "interrupted run; SIGTERM and Ctrl-C save a checkpoint first. Without --data it trains on Python's standard\n"
+        "library. --dry-run trains nothing: it prints the plan and exits with 1 if the run could not start.",
         f"{arguments.known()}{arguments.OVERRIDES}\n"
         "examples:\n"
         "  dualres train nano dar-block\n"
         "  torchrun --nproc-per-node 8 -m dualres train 1b dar-block --data data/fineweb --out runs/1b-dar\n"
         "  dualres train 1b dar-block --dry-run --gpus 8\n"
-        "  dualres train 1b dar-block --from models/llama-1b-dar --data data/llama-tokens",
+        "  dualres train 1b dar-block --from models/llama-1b-dar --data data/llama-tokens\n"
+        "docs/training.md has launches over several machines.",
     )
     arguments.experiment(sub)
     sub.add_argument("--data", metavar="D", type=Path, default=DEFAULT_DATA, help=f"prepared data ({DEFAULT_DATA})")
-    sub.add_argument("--out", metavar="RUN", type=Path, help="folder of the run (default runs/SCALE-RESIDUAL)")
+    sub.add_argument("--out", metavar="RUN", type=Path, help="run folder (default runs/SCALE-RESIDUAL)")
     sub.add_argument(
         "--from",
         dest="start",
         metavar="MODEL",
         type=Path,
-        help="begin with the weights of a converted or exported model, which also says what the model is",
+        help="start from the weights of a converted or exported model, which also defines model and residual",
     )
-    sub.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU where there is one")
-    sub.add_argument("--wandb", metavar="PROJECT", help=f"also log to Weights & Biases ({install('wandb')})")
+    sub.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU if there is one")
+    sub.add_argument("--wandb", metavar="PROJECT", help="also log to Weights & Biases (needs dualres[wandb])")
     dry = sub.add_argument_group("without starting")
     dry.add_argument(
         "--dry-run", action="store_true", help="print the plan: parameters, steps, memory of a rank, checks"
@@ -64,6 +63,10 @@ def add(commands: Any) -> None:
 
 
 def _train(given: argparse.Namespace) -> int:
+    from dualres.train import run_folder
+    from dualres.train.loop import check_batch, train
+    from dualres.train.process_group import join_world, world_size
+
     config = load_config(given.scale, given.residual, given.set) if given.start is None else started(given)
     out = given.out or Path("runs") / f"{short_name(given.scale)}-{short_name(given.residual)}"
     if given.dry_run:
@@ -71,12 +74,8 @@ def _train(given: argparse.Namespace) -> int:
     for option in ("gpus", "gpu_memory", "json"):
         if getattr(given, option):
             name = option.replace("_", "-")
-            raise ConfigError(f"--{name} belongs to a plan: add --dry-run, or start so many processes with torchrun")
-    from dualres.train import run_folder
-    from dualres.train.loop import check_batch, train
-    from dualres.train.process_group import join_world, world_size
-
-    check_batch(config, world_size())  # and the mesh, before any process waits for another
+            raise ConfigError(f"--{name} needs --dry-run; to train on several GPUs, use torchrun")
+    check_batch(config, world_size())  # checks the mesh too, before any process waits for another
     with join_world(given.device) as world:
         world.on_main(lambda: ensure_default_data(given.data))
         progress = Progress(quiet=not world.is_main)
@@ -95,63 +94,49 @@ def started(given: argparse.Namespace) -> Config:
     _, named = load_residual(given.residual, start.config)
     if named.method != start.residual_config.method:
         raise ConfigError(
-            f"--from {given.start} is on {start.residual_config.method} and RESIDUAL is {given.residual}: name what it "
-            "is on"
+            f"--from {given.start} uses {start.residual_config.method}, not {given.residual}: use the model's method"
         )
     return load_recipe(given.scale, start.config, start.residual_config, given.set)
 
 
 def _plan(config: Config, given: argparse.Namespace, out: Path) -> int:
+    from dualres.parallel.mesh import Mesh
+    from dualres.plan.estimate import estimate
+    from dualres.plan.plan import Plan, as_data, as_text
+    from dualres.plan.search import check_memory
+    from dualres.train.engines.build import engine_mesh
+    from dualres.train.preflight import Places, check_start, engine_or_asked
+
     for option, value in (("--gpus", given.gpus), ("--gpu-memory", given.gpu_memory)):
         if value is not None and not 0 < value < math.inf:
             raise ConfigError(f"{option} {value} is not positive and finite: use 1 or more")
-    from dualres.plan import run_plan
-    from dualres.train.preflight import Places
-
-    ranks = given.gpus or 1
-    if given.gpu_memory is not None and run_plan.cut(config, ranks):
-        raise ConfigError(
-            "--gpu-memory is not compared here where train.parallel cuts the model: use "
-            f"dualres plan {given.scale} {given.residual} --gpus {ranks} --gpu-memory {given.gpu_memory:g}, with the "
-            "same --set"
-        )
+    ranks, engine = given.gpus or 1, engine_or_asked(config, given.gpus or 1)
+    try:
+        mesh = engine_mesh(config, ranks)
+    except ConfigError:  # a check says so
+        mesh = Mesh(data=ranks)
+    hardware = Hardware() if given.gpu_memory is None else Hardware(memory=given.gpu_memory * GIB)
+    own = estimate(config, engine, mesh, hardware)
     places = Places(given.data, out, made_at_start=given.data == DEFAULT_DATA)
-    made = run_plan.make_plan(config, ranks, places, launch(given, ranks), given.gpu_memory, given.wandb is not None)
-    if given.json:
-        print(json.dumps(run_plan.as_data(made), indent=2))
-    else:
-        print(run_plan.as_text(made, f"{given.scale} × {given.residual}"))
+    checks = [*check_start(config, ranks, places, given.wandb is not None), check_memory(own, hardware)]
+    options = {"data": given.data if given.data != DEFAULT_DATA else None, "out": given.out, "from": given.start}
+    options |= {"device": given.device, "wandb": given.wandb}
+    line = launch_command(given.scale, given.residual, given.set, options, processes=ranks)
+    made = Plan(given.residual, {given.residual: own}, hardware, False, checks, line)
+    print(json.dumps(as_data(made), indent=2) if given.json else as_text(made, f"{given.scale} × {given.residual}"))
     if made.problems:
-        print(f"dualres: it cannot start so: {', '.join(check.name for check in made.problems)}", file=sys.stderr)
+        print(f"dualres: cannot start: {', '.join(check.name for check in made.problems)}", file=sys.stderr)
     return 1 if made.problems else 0
 
 
-def launch(given: argparse.Namespace, ranks: int) -> str:
-    """The command that starts what was planned."""
-    words = ["dualres", "train", given.scale, given.residual]
-    for override in given.set:
-        words += ["--set", override]
-    words += ["--data", str(given.data)] if given.data != DEFAULT_DATA else []
-    for option, name in (("out", "out"), ("start", "from"), ("device", "device"), ("wandb", "wandb")):
-        if getattr(given, option) is not None:
-            words += [f"--{name}", str(getattr(given, option))]
-    if ranks == 1:
-        return shlex.join(words)
-    machines = ranks // GPUS_OF_A_MACHINE if ranks % GPUS_OF_A_MACHINE == 0 else 1
-    several = ["--nnodes", str(machines), "--rdzv-backend", "c10d", "--rdzv-endpoint", "HOST:29500"]
-    processes = ["--nproc-per-node", str(ranks // machines)]
-    return shlex.join(["torchrun", *(several if machines > 1 else []), *processes, "-m", *words])
-
-
 def ensure_default_data(data: Path) -> None:
-    """Prepare the default source where nothing else was asked for and it is not there yet."""
+    """Prepare the default data set if it is used and missing."""
     if data == DEFAULT_DATA and not (data / INDEX).exists():
-        Progress().say(f"preparing {PYTHON}, the standard library's text, in {data} (once)")
+        Progress().say(f"preparing {PYTHON}, the text of the standard library, in {data} (once)")
         prepare_with_progress(Settings(PYTHON, "bpe:4096"), data)
 
 
 def introduce(config: Config, given: argparse.Namespace, out: Path, world: "World", progress: Progress) -> None:
-    """What begins, and what of the config it does not use."""
     from dualres.train.engines.build import engine_name
     from dualres.train.preflight import other_dataset, unused_mesh
     from dualres.train.recipe import steps_of
@@ -162,7 +147,7 @@ def introduce(config: Config, given: argparse.Namespace, out: Path, world: "Worl
         f"{world.size} × {world.device.type}, into {out}"
     )
     if given.data == DEFAULT_DATA and (other := other_dataset(config)):
-        progress.say(f"{given.data} is of {PYTHON}{other}")
+        progress.say(f"{given.data} is {PYTHON}{other}")
     unused = unused_mesh(config, engine_name(config, world.size))
     if unused is not None:
         progress.say(unused)

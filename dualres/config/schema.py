@@ -1,24 +1,30 @@
-"""Configs: what a model, its residual pathway and its training are, as frozen dataclasses that check themselves.
+"""Experiments as frozen dataclasses that validate themselves; docs/reference/configuration.md is generated from them.
 
-Every key is described in docs/configuration.md. dualres/config/loading.py reads them from YAML.
+The text under a field is its documentation. The options of a residual method are in the file of the method
+(dualres/residual/) and documented there in the same way.
 """
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 from dualres.config.validation import (
+    Bounds,
     ConfigError,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Size,
     choices,
+    convert_fields,
     divides,
     divisors,
     multiple_of_8,
-    not_negative,
-    positive,
-    settle,
 )
 
 __all__ = [
+    "AnalyzeConfig",
     "Config",
     "ConfigError",
     "MoEConfig",
@@ -29,129 +35,135 @@ __all__ = [
     "TrainConfig",
 ]
 
-MOST_STREAMS = 64  # a token's mixing matrix is streams × streams
-MOST_SINKHORN_STEPS = 1000
-
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """The routed experts that replace the feed-forward of every layer."""
+    """Routed experts in place of the feed-forward of every layer."""
 
-    experts: int
-    active: int
-    expert_width: int
-    aux_coefficient: float = 0.01
+    experts: Size
+    """experts per layer, E"""
+    active: Size
+    """experts per token"""
+    expert_width: Size
+    """hidden width of one expert; a multiple of 8"""
+    aux_coefficient: NonNegativeFloat = 0.01
+    """weight of the load-balancing loss"""
 
     def __post_init__(self) -> None:
-        settle(self, "model.moe.")
-        positive(self, "model.moe.", "experts", "active", "expert_width")
+        convert_fields(self, "model.moe.")
         if self.active > self.experts:
             raise ConfigError(
                 f"model.moe.active={self.active} exceeds model.moe.experts={self.experts}: "
                 f"use at most {self.experts} active experts"
             )
-        not_negative(self, "model.moe.", "aux_coefficient")
         multiple_of_8("model.moe.expert_width", self.expert_width)
 
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Rotary frequencies for a longer context than a model began with.
-
-    linear: all frequencies divided by `factor`. llama3: those of waves longer than `original_context` / `low`, and not
-    those of waves shorter than `original_context` / `high`; between the two it goes smoothly over.
-    """
+    """Lower rotary frequencies, for a longer context than the model was first trained with."""
 
     kind: Literal["linear", "llama3"]
-    factor: float
-    original_context: int | None = None
-    low: float | None = None
-    high: float | None = None
+    """`linear`: divide all frequencies by the factor; `llama3`: only those of long wavelengths"""
+    factor: PositiveFloat
+    """divisor of the frequencies"""
+    original_context: PositiveInt | None = None
+    """`llama3`, required: the context that the model was first trained with"""
+    low: PositiveFloat | None = None
+    """`llama3`, required: wavelengths above `original_context / low` are scaled fully"""
+    high: PositiveFloat | None = None
+    """`llama3`, required: wavelengths below `original_context / high` are not scaled; between the two, partly"""
 
     def __post_init__(self) -> None:
-        settle(self, "model.rope_scaling.")
-        positive(self, "model.rope_scaling.", "factor")
-        edges = ("original_context", "low", "high")
-        for name in edges:
+        convert_fields(self, "model.rope_scaling.")
+        for name in ("original_context", "low", "high"):
             value = getattr(self, name)
             if (value is not None) != (self.kind == "llama3"):
                 remedy = "set it" if value is None else "remove it"
                 raise ConfigError(f"model.rope_scaling.{name}={value} does not go with kind={self.kind}: {remedy}")
-        if self.kind == "llama3":
-            positive(self, "model.rope_scaling.", *edges)
-            if not cast(float, self.low) < cast(float, self.high):
-                raise ConfigError(
-                    f"model.rope_scaling.low={self.low} is not below model.rope_scaling.high={self.high}: "
-                    "use low 1 and high 4"
-                )
+        if self.kind == "llama3" and not cast(float, self.low) < cast(float, self.high):
+            raise ConfigError(
+                f"model.rope_scaling.low={self.low} is not below model.rope_scaling.high={self.high}: "
+                "use low 1 and high 4"
+            )
 
 
 @dataclass(frozen=True)
 class ModelConfig:
     """The decoder without its residual pathway."""
 
-    layers: int
-    width: int
-    heads: int
-    kv_heads: int
-    ffn_width: int | None = None
-    vocab_size: int = 131_072
-    context: int = 4096
+    layers: Size
+    """Transformer layers, L; each has an attention and a feed-forward branch"""
+    width: Size
+    """width of a residual stream, d"""
+    heads: Size
+    """attention heads; must divide `width` into even parts"""
+    kv_heads: Size
+    """key-value heads, each shared by `heads / kv_heads` query heads"""
+    ffn_width: Size | None = None
+    """hidden width of the SwiGLU feed-forward; required for a dense model"""
+    vocab_size: Size = 131_072
+    """entries of the vocabulary"""
+    context: Size = 4096
+    """tokens per training sequence"""
     tied_embeddings: bool = True
-    embedding_width: int | None = None
-    rope_base: float = 10_000.0
-    norm_eps: float = 1e-6
-    init_std: float = 0.02
+    """use the embedding table for the output, too"""
+    embedding_width: Size | None = None
+    """width of a factorized embedding table; null: `width`"""
+    rope_base: PositiveFloat = 10_000.0
+    """base of the rotary frequencies"""
+    norm_eps: PositiveFloat = 1e-6
+    """eps of all norms, including those on depth keys and gate inputs"""
+    init_std: PositiveFloat = 0.02
+    """standard deviation of the initial weight matrices of branches and vocabulary"""
     moe: MoEConfig | None = None
-    head_size: int | None = None
+    """routed experts in place of the feed-forward of every layer"""
+    head_size: Size | None = None
+    """width of an attention head; null: `width / heads`"""
     attention_bias: Literal["none", "qkv", "all"] = "none"
+    """`qkv`: biases on queries, keys and values (Qwen2); `all`: on the output projection, too"""
     query_key_norm: bool = False
+    """normalize queries and keys per head, before the rotary embedding (Qwen3)"""
     rope_scaling: RopeScaling | None = None
-    read_eps: tuple[float, ...] | None = None
+    """lower rotary frequencies, for a longer context"""
+    read_eps: tuple[PositiveFloat, ...] | None = None
+    """2L + 1 numbers: the eps of each branch's input norm and of the final norm; set in converted checkpoints"""
 
     def __post_init__(self) -> None:
-        settle(self, "model.")
-        positive(self, "model.", "layers", "width", "heads", "kv_heads", "vocab_size", "context", "rope_base")
-        positive(self, "model.", "norm_eps", "init_std")
+        convert_fields(self, "model.")
         if self.head_size is not None:
-            positive(self, "model.", "head_size")
             if self.head_size % 2:
                 raise ConfigError(
-                    f"model.head_size={self.head_size} is odd, and rotary positions turn pairs: use an even number"
+                    f"model.head_size={self.head_size} is odd, and the rotary embedding rotates pairs: "
+                    "use an even number"
                 )
         elif self.width % (2 * self.heads):
             fitting = divisors(self.width // 2) if self.width % 2 == 0 else []
             remedy = f"use heads {choices(fitting)}" if fitting else "use an even width"
             raise ConfigError(
                 f"model.width={self.width} does not split into model.heads={self.heads} heads of even width, which "
-                f"rotary positions need: {remedy}"
+                f"the rotary embedding needs: {remedy}"
             )
         if self.heads % self.kv_heads:
             raise ConfigError(
                 f"model.heads={self.heads} is not divisible by model.kv_heads={self.kv_heads}: "
                 f"use kv_heads {choices(divisors(self.heads))}"
             )
-        if self.embedding_width is not None:
-            positive(self, "model.", "embedding_width")
-            if self.embedding_width > self.width:
-                raise ConfigError(
-                    f"model.embedding_width={self.embedding_width} exceeds model.width={self.width}: use at most "
-                    f"{self.width}, or null for a table as wide as the model"
-                )
-        if self.read_eps is not None:
-            if len(self.read_eps) != 2 * self.layers + 1:
-                raise ConfigError(
-                    f"model.read_eps has {len(self.read_eps)} values for the inputs of {2 * self.layers} branches and "
-                    f"of the output: give {2 * self.layers + 1}, or null for model.norm_eps everywhere"
-                )
-            if min(self.read_eps) <= 0:
-                raise ConfigError(f"model.read_eps has {min(self.read_eps)}: use numbers above 0")
+        if self.embedding_width is not None and self.embedding_width > self.width:
+            raise ConfigError(
+                f"model.embedding_width={self.embedding_width} exceeds model.width={self.width}: use at most "
+                f"{self.width}, or null for a table as wide as the model"
+            )
+        if self.read_eps is not None and len(self.read_eps) != 2 * self.layers + 1:
+            raise ConfigError(
+                f"model.read_eps has {len(self.read_eps)} values for the inputs of {2 * self.layers} branches and "
+                f"of the output: give {2 * self.layers + 1}, or null for model.norm_eps everywhere"
+            )
         if self.moe is None:
             if self.ffn_width is None:
                 raise ConfigError(
                     "model.ffn_width is missing: set it for a dense model, or set model.moe for a sparse one"
                 )
-            positive(self, "model.", "ffn_width")
         else:
             if self.ffn_width is not None:
                 raise ConfigError(
@@ -170,97 +182,140 @@ class ModelConfig:
         return self.norm_eps if self.read_eps is None else self.read_eps[branch]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class ResidualConfig:
-    """The residual method and its options; an option left None takes the method's default (residual/registry.py)."""
+    """The residual method. All keys but these are options of the method; an option of another method is an error."""
 
     method: str
-    branches_per_block: int | None = None
-    share_parameters: bool | None = None
-    streams: int | None = None
-    gate_scale: float | None = None
-    rho_bias: float | None = None
-    sinkhorn_steps: int | None = None
-    value_rank: int | None = None
+    """name of the method"""
+    branches_per_block: PositiveInt | None
+    """branches per block, S; blocks of K layers have 2K. The last block is shorter if S does not divide 2L"""
+    default_branches_per_block: PositiveInt | None
+    """`branches_per_block` of the methods that have none of their own; set by the scale"""
+    options: tuple[tuple[str, Any], ...]
 
-    def __post_init__(self) -> None:
-        settle(self, "residual.")
-        if self.branches_per_block is not None:
-            positive(self, "residual.", "branches_per_block")
-        for name, most in (("streams", MOST_STREAMS), ("sinkhorn_steps", MOST_SINKHORN_STEPS)):
-            value = getattr(self, name)
-            if value is not None and not 1 <= value <= most:
-                raise ConfigError(f"residual.{name}={value} is not possible: use 1 or more, and at most {most}")
-        if self.value_rank is not None and self.value_rank < 0:
-            raise ConfigError(f"residual.value_rank={self.value_rank} is negative: use 0 (a full matrix) or a rank")
+    def __init__(
+        self,
+        method: str,
+        branches_per_block: int | None = None,
+        default_branches_per_block: int | None = None,
+        **options: Any,
+    ) -> None:
+        if isinstance(options.get("options"), tuple):  # from dataclasses.replace, which passes every field
+            options = {**dict(options.pop("options")), **options}
+        given = {name: _hashable(value, f"residual.{name}") for name, value in options.items() if value is not None}
+        for name, value in (
+            ("method", method),
+            ("branches_per_block", branches_per_block),
+            ("default_branches_per_block", default_branches_per_block),
+            ("options", tuple(sorted(given.items()))),
+        ):
+            object.__setattr__(self, name, value)
+        convert_fields(self, "residual.")
 
-    def options(self) -> dict[str, object]:
-        """The method's options that were given, without the block size."""
-        given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return {k: v for k, v in given.items() if v is not None and k not in ("method", "branches_per_block")}
+    def to_dict(self) -> dict[str, Any]:
+        """What `ResidualConfig(**…)` takes: the keys that are set."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "options"}
+        return {**{name: value for name, value in fields.items() if value is not None}, **dict(self.options)}
+
+
+def _hashable(value: Any, where: str) -> Any:
+    if isinstance(value, list | tuple):
+        return tuple(_hashable(item, where) for item in value)
+    try:
+        hash(value)
+    except TypeError:
+        raise ConfigError(f"{where}={value!r} is not a single value: give a number, text, true or false") from None
+    return value
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How a model is spread over processes; `engine: fsdp2` shards the rest over those that are left."""
+    """How the model is distributed over processes."""
 
-    tensor: int = 1
-    pipeline: int = 1
-    virtual_stages: int = 1
-    expert: int = 1
-    context: int = 1
+    tensor: PositiveInt = 1
+    """ranks that split every matrix and every sequence"""
+    pipeline: PositiveInt = 1
+    """ranks that the blocks are distributed over"""
+    virtual_stages: PositiveInt = 1
+    """chunks of blocks per pipeline rank; above 1 the schedule is interleaved"""
+    expert: PositiveInt = 1
+    """data-parallel ranks that the experts are distributed over; must divide their number"""
+    context: PositiveInt = 1
+    """context-parallel ranks; not implemented, above 1 is an error"""
     sequence_parallel: bool = False
-    zero_stage: int = 0
+    """split the tokens between branches along the sequence; required for `tensor` above 1"""
+    zero_stage: Annotated[int, Bounds(least=0, most=3)] = 0
+    """ZeRO stage of `engine: deepspeed`: shard optimizer state (1), gradients (2), parameters (3)"""
 
     def __post_init__(self) -> None:
-        settle(self, "train.parallel.")
-        positive(self, "train.parallel.", "tensor", "pipeline", "virtual_stages", "expert", "context")
-        if self.zero_stage not in (0, 1, 2, 3):
-            raise ConfigError(f"train.parallel.zero_stage={self.zero_stage} is unknown: use 0, 1, 2 or 3")
+        convert_fields(self, "train.parallel.")
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """The training recipe. Tokens per step are `global_batch` × `model.context`."""
+    """The training recipe, which belongs to the scale. Tokens per step are `global_batch` × `model.context`.
+
+    The paper's scales have the paper's settings. The paper does not state the learning rates, AdamW settings, weight
+    decay and clipping of the 0.1B to 0.5B models (assumed: those of the 1B model), nor the decay and precision of the
+    dense models (assumed: cosine and bf16).
+    """
 
     dataset: str
-    tokens: int
-    micro_batch: int
-    global_batch: int
-    learning_rate: float
-    min_learning_rate: float
-    warmup_steps: int
-    weight_decay: float = 0.1
+    """name of the dataset that the recipe was made for; `--data` sets what is read"""
+    tokens: PositiveInt
+    """training tokens"""
+    micro_batch: PositiveInt
+    """sequences per forward pass and device"""
+    global_batch: PositiveInt
+    """sequences per optimizer step"""
+    learning_rate: PositiveFloat
+    """peak learning rate"""
+    min_learning_rate: NonNegativeFloat
+    """learning rate at the end of the cosine decay"""
+    warmup_steps: NonNegativeInt
+    """steps of linear warmup"""
+    weight_decay: NonNegativeFloat = 0.1
+    """weight decay of matrices; norms, queries, gates, biases and scales have none"""
     betas: tuple[float, float] = (0.9, 0.95)
-    adam_eps: float = 1e-8
-    clip: float = 1.0
-    validation_tokens: int = 10_000_000
-    seed: int = 42
+    """betas of AdamW"""
+    adam_eps: PositiveFloat = 1e-8
+    """eps of AdamW"""
+    clip: PositiveFloat = 1.0
+    """largest norm of the gradient"""
+    validation_tokens: PositiveInt = 10_000_000
+    """tokens of the validation set that are used"""
+    seed: Annotated[int, Bounds(least=0, most=2**63 - 1)] = 42
+    """seed of the weights and of the data order"""
     precision: Literal["bf16", "fp32"] = "bf16"
+    """dtype of the computation"""
     compile: Literal["off", "default", "max-autotune"] = "off"
+    """mode of `torch.compile`; `max-autotune` uses no CUDA graphs in a pipeline"""
     recompute: Literal["none", "selective", "full"] = "none"
+    """activation checkpointing of a block: `selective` stores matrix products and attention, `full` only the inputs"""
     documents: Literal["attend", "isolate"] = "attend"
-    loss_rows: int = 1024
+    """attention across the documents of a sequence: `attend` allows it (not stated by the paper), `isolate` does not"""
+    loss_rows: PositiveInt = 1024
+    """tokens whose logits are in memory at the same time"""
     engine: Literal["auto", "single", "ddp", "fsdp2", "deepspeed"] = "auto"
-    validate_every: int = 1000
-    checkpoint_every: int = 1000
-    keep_checkpoints: int = 3
-    untimed_steps: int = 300
-    timeout: float = 1800.0
-    peak_flops: float | None = None
+    """`auto`: `single` for one process, `fsdp2` for several"""
+    validate_every: PositiveInt = 1000
+    """steps between validations; the last step always has one"""
+    checkpoint_every: PositiveInt = 1000
+    """steps between checkpoints; the last step, a stop and the best validation also save one"""
+    keep_checkpoints: PositiveInt = 3
+    """latest checkpoints to keep, in addition to the best"""
+    untimed_steps: NonNegativeInt = 300
+    """steps after a start that do not count for the reported throughput"""
+    timeout: PositiveFloat = 1800.0
+    """seconds to wait for another process in a step, the first included; at a start 1800, in a save at least that"""
+    peak_flops: PositiveFloat | None = None
+    """peak FLOP/s of one device, for the utilization; null: time a matrix product"""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """for `engine: fsdp2`, except `zero_stage`; the other engines are data-parallel"""
 
     def __post_init__(self) -> None:
-        settle(self, "train.")
-        positive(self, "train.", "tokens", "micro_batch", "global_batch", "learning_rate", "clip", "validation_tokens")
-        positive(
-            self, "train.", "adam_eps", "loss_rows", "validate_every", "checkpoint_every", "keep_checkpoints", "timeout"
-        )
-        not_negative(self, "train.", "warmup_steps", "weight_decay", "seed", "untimed_steps")
-        if self.peak_flops is not None:
-            positive(self, "train.", "peak_flops")
-        if self.seed >= 2**63:
-            raise ConfigError(f"train.seed={self.seed} has more than 63 bits: use a smaller number")
+        convert_fields(self, "train.")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(f"train.betas={self.betas} are not all in [0, 1): use (0.9, 0.95)")
         if self.global_batch % self.micro_batch:
@@ -268,28 +323,27 @@ class TrainConfig:
                 f"train.global_batch={self.global_batch} is not divisible by train.micro_batch={self.micro_batch}: "
                 f"use micro_batch {choices(divisors(self.global_batch))}"
             )
-        if not 0 <= self.min_learning_rate <= self.learning_rate:
+        if self.min_learning_rate > self.learning_rate:
             raise ConfigError(
-                f"train.min_learning_rate={self.min_learning_rate} is not between 0 and "
+                f"train.min_learning_rate={self.min_learning_rate} exceeds "
                 f"train.learning_rate={self.learning_rate}: use a tenth of it, {self.learning_rate / 10:g}"
             )
 
 
 @dataclass(frozen=True)
 class AnalyzeConfig:
-    """A look inside the model while it trains."""
+    """Analyses during training."""
 
-    every: int | None = None  # steps
+    every: PositiveInt | None = None
+    """steps between measurements of stream norms, CKA, write gap and divergence, for metrics and TensorBoard"""
 
     def __post_init__(self) -> None:
-        settle(self, "analyze.")
-        if self.every is not None:
-            positive(self, "analyze.", "every")
+        convert_fields(self, "analyze.")
 
 
 @dataclass(frozen=True)
 class Config:
-    """One experiment."""
+    """One experiment: a scale (`model` and `train`) and a residual method."""
 
     model: ModelConfig
     residual: ResidualConfig
@@ -297,7 +351,7 @@ class Config:
     analyze: AnalyzeConfig = field(default_factory=AnalyzeConfig)
 
     def __post_init__(self) -> None:
-        settle(self, "")
+        convert_fields(self, "")
         model, train, parallel = self.model, self.train, self.train.parallel
         step = train.global_batch * model.context
         if train.tokens < step:
@@ -307,8 +361,8 @@ class Config:
             )
         if train.warmup_steps > train.tokens // step:
             raise ConfigError(
-                f"train.warmup_steps={train.warmup_steps} is more than the {train.tokens // step} steps that "
-                f"train.tokens={train.tokens} make: use fewer, a tenth of them say"
+                f"train.warmup_steps={train.warmup_steps} exceeds the {train.tokens // step} steps that "
+                f"train.tokens={train.tokens} make: use fewer, such as a tenth of them"
             )
         divides("train.parallel.tensor", parallel.tensor, heads=model.heads, kv_heads=model.kv_heads)
         if model.moe is not None:
@@ -317,6 +371,10 @@ class Config:
             raise ConfigError(f"train.parallel.expert={parallel.expert} needs experts: use 1, or set model.moe")
         if parallel.pipeline > model.layers:
             raise ConfigError(
-                f"train.parallel.pipeline={parallel.pipeline} is more than model.layers={model.layers}: "
+                f"train.parallel.pipeline={parallel.pipeline} exceeds model.layers={model.layers}: "
                 f"use at most {model.layers}"
             )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The sections with all their keys; `build(Config, …, "")` makes the same config of them."""
+        return {**dataclasses.asdict(self), "residual": self.residual.to_dict()}

@@ -1,44 +1,80 @@
-"""Fields of configs: a value becomes the type that its field asks for, or is refused by name with a remedy."""
+"""Checks of config fields: convert a value to its field's type and range, or raise an error with a remedy."""
 
 import dataclasses
 import difflib
+import inspect
 import math
 import types
 import typing
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 T = TypeVar("T")
-LARGEST = 2**28  # of any size in a model: more would not fit into the address space of tensors
 
 
 class ConfigError(ValueError):
-    """A config that cannot work: the message names the field, the value and the remedy."""
+    """Raised for an invalid config; the message names the field, the value and the remedy."""
+
+
+class Bounds(NamedTuple):
+    """The range of a number, as metadata of its type: `Annotated[int, Bounds(least=1)]`."""
+
+    least: float = -math.inf
+    above: float = -math.inf
+    most: float = math.inf
+
+    def __str__(self) -> str:
+        low = f"above {self.above:g}" if self.above > -math.inf else f"{self.least:g} or more"
+        return low if self.most == math.inf else f"{low}, at most {self.most}"
+
+    def check(self, value: float, where: str) -> None:
+        """Raise unless the value is in the range."""
+        if not self.least <= value <= self.most or value <= self.above:
+            raise ConfigError(f"{where}={value} is out of range: it must be {self}")
+
+
+PositiveInt = Annotated[int, Bounds(least=1)]
+PositiveFloat = Annotated[float, Bounds(above=0)]
+NonNegativeInt = Annotated[int, Bounds(least=0)]
+NonNegativeFloat = Annotated[float, Bounds(least=0)]
+Size = Annotated[int, Bounds(least=1, most=2**28)]  # of a model: larger tensors would not fit into the address space
 
 
 def build(kind: type[T], data: Mapping[str, Any], where: str) -> T:
-    """The dataclass `kind` from a mapping; unknown and missing keys are refused by name. `where` is "train.", say."""
-    fields = {f.name: f for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    """Make a config class from a mapping; `where` is the path of its keys, such as "train."."""
+    parameters = inspect.signature(kind).parameters
+    names = [name for name, p in parameters.items() if p.kind is not p.VAR_KEYWORD]
     for key in data:
-        if key not in fields:
-            close = difflib.get_close_matches(str(key), fields, 1)
-            remedy = f"did you mean {where}{close[0]}?" if close else f"use one of {', '.join(fields)}"
+        if key not in names and (len(names) == len(parameters) or not isinstance(key, str)):
+            remedy = did_you_mean(key, names, where) or f"use one of {', '.join(names)}"
             raise ConfigError(f"unknown key {where}{key}={data[key]!r}: {remedy}")
-    for name, f in fields.items():
-        required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-        if required and name not in data:
+    for name in names:
+        if parameters[name].default is inspect.Parameter.empty and name not in data:
             raise ConfigError(f"{where}{name} is missing: set it in the file or with --set {where}{name}=…")
     return kind(**data)
 
 
-def settle(config: object, where: str) -> None:
-    """Give every field of a frozen dataclass the type that it asks for; `where` is its path, "train.", say."""
-    for name, hint in typing.get_type_hints(type(config)).items():
+def did_you_mean(name: object, known: Sequence[str], where: str = "") -> str:
+    """A question that names the most similar known name; empty if none is similar."""
+    close = difflib.get_close_matches(str(name), known, 1)
+    return f"did you mean {where}{close[0]}?" if close else ""
+
+
+def convert_fields(config: object, where: str) -> None:
+    """Convert and check every field of a frozen dataclass; `where` is the path of its keys, such as "train."."""
+    for name, hint in typing.get_type_hints(type(config), include_extras=True).items():
         object.__setattr__(config, name, convert(hint, getattr(config, name), f"{where}{name}"))
 
 
 def convert(hint: Any, value: Any, where: str) -> Any:
-    """`value` as the type `hint` asks for. YAML reads 3e-4 as text and 2.0e9 as a float; both are numbers here."""
+    """The value as the type `hint`, if it is one; 2.0e9 is a valid int, and text that is a number a valid number."""
+    if hint is Any:
+        return value
+    if typing.get_origin(hint) is Annotated:
+        plain, bounds = typing.get_args(hint)
+        value = convert(plain, value, where)
+        bounds.check(value, where)
+        return value
     if typing.get_origin(hint) in (types.UnionType, typing.Union):  # X | None
         return None if value is None else convert(typing.get_args(hint)[0], value, where)
     if dataclasses.is_dataclass(hint):
@@ -76,26 +112,8 @@ def convert(hint: Any, value: Any, where: str) -> Any:
     raise ConfigError(f"{where}={value!r} is not {wanted}: give {wanted}")
 
 
-def positive(config: object, where: str, *keys: str) -> None:
-    """Refuse fields that are not above zero, and sizes of a model that no tensor can have."""
-    for key in keys:
-        value = getattr(config, key)
-        if not value > 0:
-            remedy = "1 or more" if isinstance(value, int) else "a number above 0"
-            raise ConfigError(f"{where}{key}={value} is not positive: use {remedy}")
-        if where.startswith("model.") and value > LARGEST:
-            raise ConfigError(f"{where}{key}={value} is larger than any model: use at most {LARGEST}")
-
-
-def not_negative(config: object, where: str, *keys: str) -> None:
-    """Refuse fields below zero."""
-    for key in keys:
-        if not getattr(config, key) >= 0:
-            raise ConfigError(f"{where}{key}={getattr(config, key)} is negative: use 0 or more")
-
-
 def multiple_of_8(name: str, value: int) -> None:
-    """Refuse widths that the experts' grouped matrix product cannot read."""
+    """Raise for a width that the grouped matrix product of the experts cannot read."""
     if value % 8:
         raise ConfigError(
             f"{name}={value} is not a multiple of 8, and the experts' grouped matrix product reads rows in units of "
@@ -104,7 +122,7 @@ def multiple_of_8(name: str, value: int) -> None:
 
 
 def divides(name: str, part: int, **wholes: int) -> None:
-    """Refuse `part` where it does not divide one of the named numbers, and say which parts would."""
+    """Raise if `part` does not divide one of the named numbers of the model."""
     for whole, value in wholes.items():
         if value % part:
             fitting = choices(divisors(math.gcd(*wholes.values())))
@@ -112,7 +130,7 @@ def divides(name: str, part: int, **wholes: int) -> None:
 
 
 def divisors(n: int) -> list[int]:
-    """All of them, in order."""
+    """All divisors of n, ascending."""
     small = [k for k in range(1, math.isqrt(n) + 1) if n % k == 0]
     return sorted({*small, *(n // k for k in small)})
 

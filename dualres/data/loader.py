@@ -1,12 +1,13 @@
-"""Batches of packed sequences from memory-mapped shards, in an order that only the seed decides.
+"""Batches of packed sequences from memory-mapped shards, in an order that depends only on the seed.
 
-The documents of a split are one long row of tokens. It is cut into windows of `context` tokens (each reads one token
-further, its last target), and the windows are shuffled anew in every pass. So the n-th sequence of a run is the same
-for every method, engine and number of ranks, and the loader's whole state is a number: how many were taken.
+The documents of a split form one long row of tokens. It is cut into windows of `context` tokens (each also reads the
+next token, its last target), and the windows are reshuffled every epoch. So the n-th sequence of a run is the same for
+every method, engine and number of ranks, and the loader's whole state is one number: how many sequences were read.
 """
 # B batch  T tokens (the context)
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from dualres.util.errors import DataError
 
 
 class TokenRow:
-    """The tokens of one split as one row, whatever shards they lie in."""
+    """The tokens of one split as one row, across its shards."""
 
     def __init__(self, folder: Path, index: Index, split: Split):
         self.shards: list[NDArray[Any]] = []
@@ -30,7 +31,6 @@ class TokenRow:
         self.length = int(self.ends[-1]) if self.shards else 0
 
     def read(self, start: int, count: int) -> NDArray[np.int64]:
-        """`count` tokens from `start` on, across the edges of shards."""
         out = np.empty(count, np.int64)
         filled = 0
         number = int(np.searchsorted(self.ends, start, side="right"))
@@ -45,7 +45,7 @@ class TokenRow:
 
 
 class Loader:
-    """Sequences by number: `batch(first, rows)` gives those from `first` on, for ever."""
+    """Sequences by number, without end; in text order if `seed` is None."""
 
     def __init__(self, folder: Path, index: Index, split: Split, context: int, seed: int | None):
         self.row, self.context, self.seed = TokenRow(folder, index, split), context, seed
@@ -53,12 +53,16 @@ class Loader:
         if self.windows < 1:
             raise DataError(
                 f"the {split} split of {folder} has {self.row.length:,} tokens, too few for a sequence of {context}: "
-                "prepare more text, hold out another share with --held-out, or use a smaller model.context"
+                "prepare more text, change --held-out, or use a smaller model.context"
             )
 
     def batch(self, first: int, rows: int) -> Tensor:
-        """Sequences first … first+rows−1 of the run; without a seed, in the order of the text. -> (B,T+1)"""
+        """Sequences first … first+rows−1 of the run. -> (B,T+1)"""
         return torch.from_numpy(np.stack([self._sequence(number) for number in range(first, first + rows)]))
+
+    def windows_within(self, tokens: int | None) -> int:
+        """How many whole windows `tokens` tokens make: at least one, at most (and for None) all."""
+        return self.windows if tokens is None else min(self.windows, max(1, tokens // self.context))
 
     def _sequence(self, number: int) -> NDArray[np.int64]:
         epoch, place = divmod(number, self.windows)
@@ -66,10 +70,27 @@ class Loader:
         return self.row.read(window * self.context, self.context + 1)
 
 
-def shuffled(place: int, size: int, seed: int, epoch: int) -> int:
-    """Where `place` of range(size) goes: a permutation that is computed, not stored.
+def sum_over_windows(
+    loader: Loader, count: int, rows: int, batch_loss: Callable[[Tensor], float], rank: int = 0, ranks: int = 1
+) -> float:
+    """This rank's part of the summed loss over the first `count` windows: the validation loss before its mean.
 
-    Four rounds of a Feistel network on the next even number of bits; what falls outside is sent round again.
+    `batch_loss` returns the sum over the windows of a batch (B,T+1) of at most `rows`. All ranks take part in every
+    round, since a sharded model is gathered by all of them together; what lies past the end is not counted.
+    """
+    total = 0.0
+    for start in range(0, count, rows * ranks):
+        first = start + rank * rows
+        size = min(rows, count - first)
+        loss = batch_loss(loader.batch(min(first, count - 1), max(1, size)))
+        total += loss if size > 0 else 0.0
+    return total
+
+
+def shuffled(place: int, size: int, seed: int, epoch: int) -> int:
+    """The image of `place` under a permutation of range(size) that is computed, not stored.
+
+    Four rounds of a Feistel network on the next even number of bits; results outside the range go around again.
     """
     half = ((size - 1).bit_length() + 1) // 2
     mask = (1 << half) - 1

@@ -1,5 +1,6 @@
-"""From documents to token shards: streamed, on all cores, and taken up again where it was interrupted."""
+"""Documents to token shards: streamed, on all cores, and resumed after an interruption."""
 
+import contextlib
 import dataclasses
 import hashlib
 import itertools
@@ -21,13 +22,13 @@ from dualres.data.tokenizer import Tokenizer, Tokens
 from dualres.util.atomic_files import locked
 from dualres.util.errors import DataError
 
-BATCH_CHARACTERS = 2**20  # of text that is tokenized together
+BATCH_CHARACTERS = 2**20  # tokenized together
 BATCHES_AHEAD = 3  # being tokenized while another is written
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What decides the result: an interrupted preparation is taken up again only with the same settings."""
+    """All that determines the result: `prepare` resumes only with the same settings."""
 
     source: str
     tokenizer: str  # bytes, bpe:SIZE, tekken, or the path of a tokenizer.json
@@ -35,49 +36,45 @@ class Settings:
     subset: str | None = None
     split: str = "train"
     end_of_text: str | None = None
-    held_out: float = 0.05  # share of the documents, chosen by a hash of their text
+    held_out: float = 0.05  # fraction of the documents for validation, by a hash of their text
     shard_tokens: int = 100_000_000
 
     def __post_init__(self) -> None:
         if not 0 <= self.held_out < 1:
-            raise DataError(f"--held-out {self.held_out} is no share of the documents: use a number from 0 up to 1")
+            raise DataError(f"--held-out {self.held_out} is not a fraction: use 0 ≤ --held-out < 1")
         if self.shard_tokens < 1:
-            raise DataError(f"--shard-tokens {self.shard_tokens} is not positive: use 100000000")
+            raise DataError(f"--shard-tokens {self.shard_tokens} is not positive: use, for example, 100000000")
 
 
 class Report(NamedTuple):
-    """How far a preparation is."""
+    """The progress of `prepare`."""
 
-    stage: str  # what is being done
+    stage: str
     part: str
     parts_done: int
     parts: int
-    documents: int  # since the source began
+    documents: int  # since the start of the source
     tokens: int
-    characters: int  # since this stage began
+    characters: int  # since the start of this stage
 
 
 class Document(NamedTuple):
-    """A text and where the source stands after it."""
+    """A text and the position in the source after it."""
 
     text: str
     after: SourcePosition
 
 
 def prepare(settings: Settings, out: Path, report: Callable[[Report], None] = lambda _: None) -> Index:
-    """Write the shards of a source to the folder `out`, and its index when all are there.
-
-    A folder that has an index of the same settings is left as it is.
-    """
+    """Write the shards of a source to the folder `out`, then its index; a finished folder is left unchanged."""
     parts = open_source(settings.source, settings.field, settings.subset, settings.split)
     source = Path(settings.source)
     if settings.source != PYTHON and source.is_dir() and out.resolve().is_relative_to(source.resolve()):
-        raise DataError(f"{out} lies inside its source {settings.source}: write the shards to another folder")
+        raise DataError(f"{out} is inside its source {settings.source}: write the shards to another folder")
     out.mkdir(parents=True, exist_ok=True)
     check_folder(out)
-    if (out / shards.INDEX).exists():
-        return _prepare(settings, parts, out, report)
-    with locked(out, DataError(f"another process prepares {out}: wait for it, or use a new folder")):
+    busy = DataError(f"another process is preparing {out}: wait for it, or use a new folder")
+    with contextlib.nullcontext() if (out / shards.INDEX).exists() else locked(out, busy):
         return _prepare(settings, parts, out, report)
 
 
@@ -92,7 +89,7 @@ def _prepare(settings: Settings, parts: Sequence[SourcePart], out: Path, report:
         state.tokenizer, state.place, state.chunks = tokenizer.fingerprint, place, state.chunks + 1
         state.write(out)
     if not state.train:
-        raise DataError(f"the source {settings.source} has no documents to train on: nothing was prepared")
+        raise DataError(f"the source {settings.source} has no documents for training: use another source")
     index = Index(
         settings.source,
         shards.dtype_for(tokenizer.vocab_size),
@@ -108,14 +105,12 @@ def _prepare(settings: Settings, parts: Sequence[SourcePart], out: Path, report:
 
 
 def is_held_out(text: str, share: float) -> bool:
-    """Whether a document belongs to the validation split: by its text, so that copies of it are on the same side."""
+    """Whether a document is for validation: by its text, so that all its copies are in the same split."""
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") < share * 2**64
 
 
 class _Counter:
-    """Adds up what was done, for the report."""
-
     def __init__(self, stage: str, parts: Sequence[SourcePart], report: Callable[[Report], None], state: PrepareState):
         self.stage, self.parts, self.report = stage, parts, report
         before = [shard for split in SPLITS for shard in state.shards(split)]
@@ -138,7 +133,7 @@ class _Counter:
 def _write_chunk(
     encoded: Iterator[tuple[Document, Tokens]], tokenizer: Tokenizer, settings: Settings, out: Path, state: PrepareState
 ) -> SourcePosition | None:
-    """One shard of each split, of about `shard_tokens` together. -> where the source stands, None at its end"""
+    """One shard of each split, about `shard_tokens` in total. -> the position in the source, None at its end"""
     dtype = shards.dtype_for(tokenizer.vocab_size)
     writers = {split: ShardWriter(out / f"{split}-{state.chunks:05d}.bin", dtype) for split in SPLITS}
     end = np.array([tokenizer.end_of_text], np.uint32)
@@ -159,7 +154,7 @@ def _write_chunk(
 
 
 def _documents(parts: Sequence[SourcePart], start: SourcePosition) -> Iterator[Document]:
-    """All documents but empty ones, from `start` on."""
+    """All nonempty documents from `start` on."""
     for number, part in enumerate(parts[start.part :], start=start.part):
         skip = start.documents if number == start.part else 0
         for count, text in enumerate(itertools.islice(part.documents(), skip, None), start=skip + 1):
@@ -170,25 +165,23 @@ def _documents(parts: Sequence[SourcePart], start: SourcePosition) -> Iterator[D
 def _encoded(
     documents: Iterator[Document], tokenizer: Tokenizer, counter: _Counter
 ) -> Iterator[tuple[Document, Tokens]]:
-    """Documents with their tokens, in order."""
-    for batch, tokens in _tokenized(_batches(documents), tokenizer):
+    for batch, future in _submitted(documents, tokenizer):
+        tokens = future.result()
         yield from zip(batch, tokens, strict=True)
         counter.add(batch, sum(map(len, tokens)) + len(batch))
 
 
-def _tokenized(
-    batches: Iterator[list[Document]], tokenizer: Tokenizer
-) -> Iterator[tuple[list[Document], list[Tokens]]]:
-    """While one batch is written, the next are read and tokenized."""
+def _submitted(
+    documents: Iterator[Document], tokenizer: Tokenizer
+) -> Iterator[tuple[list[Document], Future[list[Tokens]]]]:
+    """Reads and tokenizes the next batches while one is written."""
     with ThreadPoolExecutor(BATCHES_AHEAD) as pool:
         waiting: deque[tuple[list[Document], Future[list[Tokens]]]] = deque()
-        for batch in batches:
+        for batch in _batches(documents):
             waiting.append((batch, pool.submit(tokenizer.encode_batch, [document.text for document in batch])))
             if len(waiting) > BATCHES_AHEAD:
-                ready, tokens = waiting.popleft()
-                yield ready, tokens.result()
-        for ready, tokens in waiting:
-            yield ready, tokens.result()
+                yield waiting.popleft()
+        yield from waiting
 
 
 def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
@@ -211,7 +204,7 @@ def _tokenizer(
     began_with: str | None,
     report: Callable[[Report], None],
 ) -> Tokenizer:
-    """The one that was asked for, stored in `out`; refused where shards were made with another, `began_with`."""
+    """The requested tokenizer, stored in `out`; refused if its shards were made with another, `began_with`."""
     path, name = out / shards.TOKENIZER, settings.tokenizer
     trained = name.startswith("bpe:")
     if name == "bytes":
@@ -222,7 +215,7 @@ def _tokenizer(
         made = tokenizers.load(path)
     elif trained:
         if not name[4:].isdecimal():
-            raise DataError(f"--tokenizer {name}: write bpe:4096, the number of entries after the colon")
+            raise DataError(f"--tokenizer {name}: use bpe:4096, with the vocabulary size after the colon")
         made = tokenizers.train_bpe(_texts(parts, report), int(name[4:]))
     elif Path(name).is_file():
         made = tokenizers.load(Path(name), settings.end_of_text)
@@ -230,14 +223,13 @@ def _tokenizer(
         raise DataError(f"--tokenizer {name}: use bytes, bpe:4096, tekken, or the path of a tokenizer.json")
     if began_with not in (None, made.fingerprint):
         raise DataError(
-            f"{path if trained else name} is not the tokenizer that {out} began with: restore it, or use a new folder"
+            f"{path if trained else name} is not the tokenizer that {out} started with: restore it, or use a new folder"
         )
     made.save(path)
     return made
 
 
 def _texts(parts: Sequence[SourcePart], report: Callable[[Report], None]) -> Iterator[str]:
-    """What a tokenizer is trained on."""
     counter = _Counter("training the tokenizer", parts, report, PrepareState({}))
     for batch in _batches(_documents(parts, SourcePosition())):
         yield from (document.text for document in batch)

@@ -1,4 +1,4 @@
-"""How far a preparation has come, stored beside its shards, and whether it may be taken up again."""
+"""The progress of `prepare`, stored beside its shards, and whether it may resume."""
 
 import dataclasses
 import json
@@ -14,7 +14,7 @@ PROGRESS = "progress.json"
 
 
 class SourcePosition(NamedTuple):
-    """How far the source was read: whole parts, and documents of the part after them."""
+    """How far the source was read: parts, and documents of the next part."""
 
     part: int = 0
     documents: int = 0
@@ -22,35 +22,32 @@ class SourcePosition(NamedTuple):
 
 @dataclass
 class PrepareState:
-    """What was done, in whole chunks: a shard of each split."""
+    """What was written, in whole chunks of one shard per split."""
 
-    settings: dict[str, Any]  # all that decides the result
-    tokenizer: str | None = None  # fingerprint of the one that made the shards
+    settings: dict[str, Any]
+    tokenizer: str | None = None  # fingerprint
     place: SourcePosition = field(default_factory=SourcePosition)
     chunks: int = 0
     train: list[Shard] = field(default_factory=list)
     validation: list[Shard] = field(default_factory=list)
 
     def shards(self, split: Split) -> list[Shard]:
-        """The files of one split, in order."""
         return self.train if split == "train" else self.validation
 
     def write(self, out: Path) -> None:
-        """Store it."""
         write_json(out / PROGRESS, dataclasses.asdict(self))
 
 
 def check_folder(out: Path) -> None:
-    """Refuse a folder that holds something else."""
     names = {file.name for file in out.iterdir()}
     if PROGRESS not in names and names - {partial_of(out / PROGRESS).name, LOCK}:
-        raise DataError(f"{out} is not empty and holds no preparation: use a new folder")
+        raise DataError(f"{out} is not empty, and not from `dualres prepare`: use a new folder")
 
 
 def resume_or_start(out: Path, settings: dict[str, Any]) -> PrepareState | None:
-    """What an earlier run with these settings left in `out`, or a beginning; None where all is done.
+    """The state that an earlier run with these settings left in `out`, or a new one; None if all is done.
 
-    Other settings are refused, but they may change before the first shard is there.
+    Settings may change only before the first shard is written.
     """
     state = _read(out, settings)
     if (out / INDEX).exists():
@@ -79,11 +76,11 @@ def _read(out: Path, settings: dict[str, Any]) -> PrepareState | None:
     if state.chunks == 0:
         return None
     what = ", ".join(_change(key, state.settings.get(key), settings[key]) for key in changed)
-    raise DataError(f"{out} was prepared from other settings ({what}): use a new folder, or the settings it began with")
+    raise DataError(f"{out} was prepared with other settings ({what}): use a new folder, or the same settings")
 
 
 def _change(key: str, before: Any, now: Any) -> str:
     if key != "parts":
         return f"{key} {before!r} → {now!r}"
     files = sorted({name for name, _ in {*map(tuple, before)} ^ {*map(tuple, now)}})
-    return f"other files or sizes in the source: {', '.join(files[:3])}{' …' if len(files) > 3 else ''}"
+    return f"files or sizes in the source have changed: {', '.join(files[:3])}{' …' if len(files) > 3 else ''}"

@@ -1,4 +1,4 @@
-"""Token shards on disk: flat files of little-endian token numbers, and an index that says what each must hold."""
+"""Token shards on disk: flat files of little-endian token ids, and an index with their sizes and checksums."""
 
 import dataclasses
 import hashlib
@@ -19,23 +19,23 @@ INDEX, TOKENIZER = "index.json", "tokenizer.json"
 FORMAT = "dualres tokens 1"
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = ("train", "validation")
-READ = 2**24  # tokens that are looked at together
+READ = 2**24  # tokens at a time
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One file of tokens; every document ends with the end-of-text token."""
+    """One file of tokens, in which every document ends with the end-of-text token."""
 
     file: str
     tokens: int
     documents: int
-    largest: int  # token number
+    largest: int  # token id
     checksum: str  # blake2b of the file
 
 
 @dataclass(frozen=True)
 class Index:
-    """What a prepared folder holds."""
+    """The contents of a prepared folder."""
 
     source: str
     dtype: Literal["uint16", "uint32"]
@@ -46,22 +46,20 @@ class Index:
     validation: tuple[Shard, ...]
 
     def shards(self, split: Split) -> tuple[Shard, ...]:
-        """The files of one split, in order."""
         return self.train if split == "train" else self.validation
 
     @property
     def content(self) -> str:
-        """The same for two folders that hold the same tokens."""
+        """A hash of the tokens."""
         sums = "/".join(" ".join(shard.checksum for shard in self.shards(split)) for split in SPLITS)
         return hashlib.blake2b(sums.encode(), digest_size=16).hexdigest()
 
     def tokens(self, split: Split) -> int:
-        """How many tokens a split has."""
         return sum(shard.tokens for shard in self.shards(split))
 
 
 class ShardWriter:
-    """Writes one shard under a temporary name as tokens arrive; `close` makes it real."""
+    """Writes one shard under a temporary name as tokens arrive; `close` renames it into place."""
 
     def __init__(self, path: Path, dtype: str):
         self.path, self.dtype = path, np.dtype(dtype).newbyteorder("<")
@@ -71,7 +69,7 @@ class ShardWriter:
         self.tokens = self.documents = self.largest = 0
 
     def add(self, document: NDArray[np.uint32]) -> None:
-        """Append the tokens of one document, its end included."""
+        """Append the tokens of one document, including end of text."""
         data = document.astype(self.dtype).tobytes()
         with naming(self.path):
             self.file.write(data)
@@ -81,7 +79,7 @@ class ShardWriter:
         self.largest = max(self.largest, int(document.max()))
 
     def close(self) -> Shard | None:
-        """The finished shard, or none where nothing was written; one that an interruption left there is replaced."""
+        """The finished shard, which replaces one left by an interruption; None if nothing was written."""
         with naming(self.path):
             flush(self.file)
         self.file.close()
@@ -94,15 +92,15 @@ class ShardWriter:
 
 
 def write_index(folder: Path, index: Index) -> None:
-    """The last step of preparing: a folder with an index is complete."""
+    """The last step of `prepare`: a folder with an index is complete."""
     write_json(folder / INDEX, {"format": FORMAT, **dataclasses.asdict(index)})
 
 
 def read_index(folder: Path) -> Index:
-    """The index of a prepared folder, its tokenizer and the sizes of its files checked."""
+    """The index of a prepared folder, after a check of its tokenizer and file sizes."""
     path = folder / INDEX
     if not path.is_file():
-        raise DataError(f"{folder} has no {INDEX}: make it with `dualres prepare SOURCE {folder}`, which also resumes")
+        raise DataError(f"{folder} has no {INDEX}: create it with `dualres prepare SOURCE {folder}`")
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         if data.pop("format") != FORMAT:
@@ -118,7 +116,7 @@ def read_index(folder: Path) -> Index:
 
 
 def check_sizes(folder: Path, index: Index) -> None:
-    """Refuse a folder that lacks a file, or part of one."""
+    """Refuse a folder with missing or truncated files."""
     for shard in (*index.train, *index.validation):
         path, wanted = folder / shard.file, shard.tokens * np.dtype(index.dtype).itemsize
         if not path.is_file():
@@ -129,7 +127,7 @@ def check_sizes(folder: Path, index: Index) -> None:
 
 
 def read_tokenizer(folder: Path, index: Index) -> tokenizers.Tokenizer:
-    """The tokenizer that made the shards, refused where the file is another one."""
+    """The tokenizer of the shards; a different one in its place is refused."""
     tokenizer = tokenizers.load(folder / TOKENIZER, index.end_of_text)
     if tokenizer.fingerprint != index.fingerprint:
         raise DataError(
@@ -142,10 +140,10 @@ def read_tokenizer(folder: Path, index: Index) -> tokenizers.Tokenizer:
 def verify(
     folder: Path, index: Index, vocab_size: int, known: Mapping[str, Any] = {}, share: tuple[int, int] = (0, 1)
 ) -> dict[str, Any]:
-    """Read every shard once: refuse one whose checksum is wrong or that has a token outside the vocabulary.
+    """Read every shard once: refuse a wrong checksum or a token outside the vocabulary.
 
-    -> what was verified: size and time of every file. Given back as `known`, files that have not changed are skipped.
-    `share` (rank, ranks) reads only every so many-th, so that many processes can read a large folder together.
+    -> size and modification time of every file; files that have not changed since they were `known` are skipped. With
+    `share` (rank, ranks), each of many processes reads a part of a large folder.
     """
     seen = {}
     for shard in (*index.train, *index.validation)[share[0] :: share[1]]:
@@ -167,21 +165,20 @@ def _check_content(path: Path, shard: Shard, dtype: np.dtype[Any], vocab_size: i
         if largest >= vocab_size:
             at = start + int(piece.argmax())
             raise DataError(
-                f"{path} has token {largest} at position {at}, and the vocabulary has {vocab_size} entries: use a "
-                f"model with model.vocab_size above {largest}, or prepare the data with a smaller vocabulary"
+                f"{path} has token {largest} at position {at}, outside model.vocab_size={vocab_size}: use a "
+                f"model.vocab_size above {largest}, or prepare the data with a smaller vocabulary"
             )
         checksum.update(piece.tobytes())
     if checksum.hexdigest() != shard.checksum:
-        raise DataError(f"{path} was altered (its checksum is not that of the index): prepare the data again")
+        raise DataError(f"{path} was altered (its checksum differs from the index): prepare the data again")
 
 
 def dtype_for(vocab_size: int) -> Literal["uint16", "uint32"]:
-    """The smallest type that holds every token."""
     return "uint16" if vocab_size <= 2**16 else "uint32"
 
 
 def read_stamps(path: Path) -> dict[str, Any] | None:
-    """What `verify` gave, stored as JSON; None where it is not there or not readable."""
+    """A stored result of `verify`; None if it is missing or unreadable."""
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):

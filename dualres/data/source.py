@@ -1,6 +1,6 @@
-"""Sources: where documents come from, as parts that are read one after the other in a fixed order.
+"""Document sources, as parts that are read one after the other in a fixed order.
 
-A text file is cut at blank lines into documents of about 16,000 characters; JSONL and Parquet hold one per row.
+A text file is split at blank lines into documents of about 16,000 characters; JSONL and Parquet have one per row.
 """
 
 import codecs
@@ -19,8 +19,8 @@ from dualres.util.errors import DataError
 from dualres.util.optional_dependencies import need
 
 PYTHON = "python"  # the name of the default source
-DOCUMENT_CHARACTERS = 16_000  # of a text file; a document ends with the paragraph that reaches it,
-LONGEST = 64_000  # or where it is that long, since a text without blank lines must not fill the memory
+DOCUMENT_CHARACTERS = 16_000  # in a text file; a document ends with the paragraph that reaches it,
+LONGEST = 64_000  # or at this length, since a text without blank lines must not fill the memory
 FORMATS = (".txt", ".jsonl", ".json", ".parquet")
 COMPRESSIONS = (".gz", ".zst")
 BUFFER, ROWS = 2**20, 128  # bytes and rows of a Parquet file that are read together
@@ -28,7 +28,7 @@ NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "
 
 
 class SourcePart(NamedTuple):
-    """One piece of a source, such as a file. `size` is in bytes, 0 where it is not known."""
+    """One part of a source, such as a file. `size` is in bytes, 0 if unknown."""
 
     name: str
     size: int
@@ -38,7 +38,7 @@ class SourcePart(NamedTuple):
 def open_source(name: str, field: str = "text", subset: str | None = None, split: str = "train") -> list[SourcePart]:
     """The parts of a source: `python`, a file, a folder of files, or the name of a Hugging Face dataset.
 
-    `field` is the column or key that holds the text; `subset` and `split` are those of a dataset.
+    `field` is the column or key of the text; `subset` and `split` belong to a dataset.
     """
     if name == PYTHON:
         version = f"of Python {platform.python_version()}"
@@ -49,17 +49,17 @@ def open_source(name: str, field: str = "text", subset: str | None = None, split
     if path.is_dir():
         found = sorted(p for p in path.rglob("*") if p.is_file() and _format(p) in FORMATS)
         if not found:
-            raise DataError(f"{path} holds no file that ends with {', '.join(FORMATS)} (or these with .gz or .zst)")
+            raise DataError(f"{path} has no file that ends with {', '.join(FORMATS)} (or these with .gz or .zst)")
         return [_file(p, p.relative_to(path).as_posix(), field) for p in found]
     if name.count("/") == 1 and not name.startswith((".", "/")) and not name.endswith(FORMATS + COMPRESSIONS):
         return [SourcePart(f"{name} {subset or ''} {split}", 0, lambda: _dataset(name, subset, split, field))]
     raise DataError(
-        f"no source {name!r}: use {PYTHON} (the standard library), a file, a folder, or a dataset's name, owner/name"
+        f"unknown source {name!r}: use {PYTHON} (the standard library), a file, a folder, or a dataset as owner/name"
     )
 
 
 def _format(path: Path) -> str:
-    """What a file holds, by its name without the compression."""
+    """The suffix without that of the compression."""
     return Path(path.stem).suffix if path.suffix in COMPRESSIONS else path.suffix
 
 
@@ -72,12 +72,12 @@ def _file(path: Path, name: str, field: str) -> SourcePart:
         ".parquet": lambda: _parquet(path, field),
     }
     if kind not in readers:
-        raise DataError(f"{path} is of no known kind: name it {', '.join(FORMATS)}, or these with .gz or .zst")
+        raise DataError(f"{path} has an unknown format: name it {', '.join(FORMATS)}, or these with .gz or .zst")
     return SourcePart(name, path.stat().st_size, readers[kind])
 
 
 def lines(path: Path, longest: int = -1) -> Iterator[tuple[int, str]]:
-    """The lines of a plain or compressed file and their numbers, from 1 on. Beyond `longest` bytes, one is cut."""
+    """The numbered lines of a plain or compressed file, from 1 on. Lines longer than `longest` bytes are split."""
     number, decoder = 1, codecs.getincrementaldecoder("utf-8")()
     try:
         with _opened(path) as file:
@@ -86,11 +86,11 @@ def lines(path: Path, longest: int = -1) -> Iterator[tuple[int, str]]:
                 number += line.endswith(b"\n")
             decoder.decode(b"", final=True)
     except (UnicodeDecodeError, EOFError, OSError, zlib.error) as error:
-        raise DataError(f"{path}, line {number} cannot be read, use a file that is whole and UTF-8: {error}") from None
+        raise DataError(f"{path}, line {number} cannot be read; use a complete file in UTF-8: {error}") from None
 
 
 def json_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """Where each row of a JSONL file stands, and what it holds; blank lines mean nothing."""
+    """The location and value of each row of a JSONL file; blank lines are skipped."""
     for number, line in lines(path):
         if not line.strip():
             continue
@@ -98,7 +98,7 @@ def json_rows(path: Path) -> Iterator[tuple[str, Any]]:
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise DataError(f"{where} is not JSON, mend it or leave it out: {error}") from None
+            raise DataError(f"{where} is not JSON; fix or remove the row: {error}") from None
         yield where, row
 
 
@@ -106,7 +106,7 @@ def _opened(path: Path) -> io.BufferedIOBase:
     if path.suffix == ".gz":
         return gzip.open(path)
     if path.suffix == ".zst":
-        # The package zstandard reads a file that was cut off without a word.
+        # The package zstandard reads a truncated file without an error.
         return io.BufferedReader(need("pyarrow", "data", "reading .zst").input_stream(path, compression="zstd"))
     return path.open("rb")
 
@@ -131,7 +131,7 @@ def _jsonl(path: Path, field: str) -> Iterator[str]:
 def _parquet(path: Path, field: str) -> Iterator[str]:
     parquet = need("pyarrow.parquet", "data", "reading Parquet")
     try:
-        # Otherwise a group of rows, and some files are one group, is read in whole.
+        # Otherwise whole row groups are read, and some files are a single one.
         with parquet.ParquetFile(path, pre_buffer=False, buffer_size=BUFFER) as file:
             if field not in file.schema_arrow.names:
                 raise DataError(f"{path} has no column {field!r}: use --field with one of {file.schema_arrow.names}")
@@ -144,7 +144,6 @@ def _parquet(path: Path, field: str) -> Iterator[str]:
 
 
 def _dataset(name: str, subset: str | None, split: str, field: str) -> Iterator[str]:
-    """Streamed from the hub, row by row."""
     datasets = need("datasets", "data", "reading a Hugging Face dataset")
     try:
         rows = datasets.load_dataset(name, subset, split=split, streaming=True)
@@ -155,7 +154,7 @@ def _dataset(name: str, subset: str | None, split: str, field: str) -> Iterator[
     except Exception as error:  # no network, no such dataset, a gated one: `datasets` raises many kinds
         why = " ".join(str(error).split())
         raise DataError(
-            f"{name} is no file or folder, and cannot be read as a dataset: {type(error).__name__}: {why}"
+            f"{name} is not a file or folder, and cannot be read as a dataset: {type(error).__name__}: {why}"
         ) from None
 
 
@@ -164,12 +163,12 @@ def _text_of(row: Any, field: str, where: str) -> str:
     if not isinstance(text, str):
         keys = ", ".join(map(str, row)) if isinstance(row, dict) else type(row).__name__
         raise DataError(
-            f"{where} has no text under {field!r} but {text!r:.40} (it has {keys}): name the field with --field"
+            f"{where} has {text!r:.40} instead of text under {field!r} (it has {keys}): name the field with --field"
         )
     try:
         text.encode()
-    except UnicodeEncodeError as error:  # JSON can write half of a pair, "\\ud800"
-        raise DataError(f"{where} has a text that is no Unicode, mend it or leave it out: {error}") from None
+    except UnicodeEncodeError as error:  # JSON can encode half of a surrogate pair, "\\ud800"
+        raise DataError(f"{where} is not valid Unicode; fix or remove the row: {error}") from None
     return text
 
 

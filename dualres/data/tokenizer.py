@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, a BPE trained on the source, any `tokenizer.json`, and Tekken; stored as one `tokenizer.json`."""
+"""Tokenizers: bytes, a BPE trained on the source, any `tokenizer.json`, and Tekken; all stored as `tokenizer.json`."""
 
 import base64
 import functools
@@ -21,13 +21,13 @@ from dualres.util.optional_dependencies import need
 
 END_OF_TEXT = "<|endoftext|>"
 KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "[SEP]")
-TRAINING_BYTES = 64 * 2**20  # of text that a BPE is trained on: the first documents of the source
+TRAINING_BYTES = 64 * 2**20  # of text to train a BPE on, from the start of the source
 
 Tokens = NDArray[np.uint32]
 
 
 class Tokenizer:
-    """Text to token numbers and back. Special tokens in a text are read as text: a document cannot end itself."""
+    """Text to token ids and back. Special tokens in a text are encoded as text: a document cannot end itself."""
 
     def __init__(self, backend: tokenizers.Tokenizer, end_of_text: int):
         added = backend.get_added_tokens_decoder().get(end_of_text)
@@ -42,39 +42,38 @@ class Tokenizer:
         self.is_bytes = _is_bytes(backend)
 
     def encode_batch(self, texts: Sequence[str]) -> list[Tokens]:
-        """Each text as its tokens, without an end; all cores work on a batch."""
+        """The tokens of each text, without end of text, on all cores."""
         if self.is_bytes:
             return [np.frombuffer(text.encode(), np.uint8).astype(np.uint32) for text in texts]
         encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, np.uint32) for encoding in encodings]
 
     def encode(self, text: str) -> list[int]:
-        """One text as its tokens."""
         return self.encode_batch([text])[0].tolist()
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text of tokens; special tokens are left out."""
+        """Special tokens are skipped."""
         return self.backend.decode(list(tokens))
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """The same for two tokenizers that do the same."""
+        """Equal for tokenizers that behave the same."""
         described = json.dumps(json.loads(self.backend.to_str()), sort_keys=True, ensure_ascii=True)
         return hashlib.blake2b(f"{described}{self.end_of_text}".encode(), digest_size=16).hexdigest()
 
     def save(self, path: Path) -> None:
-        """As `tokenizer.json`, which `tokenizers` and `transformers` read too."""
+        """As `tokenizer.json`, which `tokenizers` and `transformers` can load."""
         write_text(path, self.backend.to_str(pretty=True))
 
 
 def same_tokens(first: tokenizers.Tokenizer, second: tokenizers.Tokenizer, end_of_text: int) -> bool:
-    """Whether both make the same tokens of a text and end it alike, whatever they add to it or decode to."""
+    """Whether both tokenize a text and end it in the same way, whatever they add to it or decode to."""
     fingerprints = {_tokens_fingerprint(backend, end_of_text) for backend in (first, second)}
     return len(fingerprints) == 1 and None not in fingerprints
 
 
 def tokens_description(backend: tokenizers.Tokenizer) -> dict[str, Any]:
-    """What decides which tokens a text becomes, without what is added to them and how they are decoded."""
+    """The parts that determine the tokens of a text, without what is added to them and how they are decoded."""
     around = dict.fromkeys(("post_processor", "decoder", "truncation", "padding"))
     return {**json.loads(backend.to_str()), **around}
 
@@ -86,7 +85,6 @@ def _tokens_fingerprint(backend: tokenizers.Tokenizer, end_of_text: int) -> str 
 
 
 def read_backend(path: Path) -> tokenizers.Tokenizer:
-    """A `tokenizer.json` as it is."""
     try:
         return tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # `tokenizers` raises plain exceptions
@@ -94,28 +92,26 @@ def read_backend(path: Path) -> tokenizers.Tokenizer:
 
 
 def load(path: Path, end_of_text: int | str | None = None) -> Tokenizer:
-    """A `tokenizer.json`. The end of a document is a token's number, its text, or the first known name it has."""
+    """A `tokenizer.json`. `end_of_text` is a token's id or text; by default the first of `KNOWN_ENDS` that it has."""
     backend = read_backend(path)
     if isinstance(end_of_text, int):
         return Tokenizer(backend, end_of_text)
     names = (end_of_text,) if end_of_text else KNOWN_ENDS
     found = [number for name in names if (number := backend.token_to_id(name)) is not None]
     if not found:
-        raise DataError(
-            f"{path} has none of the tokens {', '.join(names)} to end a document with: name one with --end-of-text"
-        )
+        raise DataError(f"{path} has none of the end-of-text tokens {', '.join(names)}: name one with --end-of-text")
     return Tokenizer(backend, found[0])
 
 
 def byte_tokenizer() -> Tokenizer:
-    """256 bytes and the end of a text."""
+    """256 bytes and end of text."""
     return Tokenizer(*_byte_backend())
 
 
 def train_bpe(texts: Iterator[str], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE of `vocab_size` entries, the end of a text included, trained on the first 64 MiB of `texts`."""
+    """A byte-level BPE of `vocab_size` tokens, end of text included, trained on the first 64 MiB of `texts`."""
     if vocab_size < 257:
-        raise DataError(f"a BPE of {vocab_size} entries has no room for the 256 bytes and the end of a text: use more")
+        raise DataError(f"--tokenizer bpe:{vocab_size} has no room for 256 bytes and end of text: use at least bpe:257")
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(
@@ -126,9 +122,9 @@ def train_bpe(texts: Iterator[str], vocab_size: int) -> Tokenizer:
 
 
 def tekken() -> Tokenizer:
-    """Mistral's Tekken with 131,072 entries, the paper's vocabulary size, from the package `mistral-common`.
+    """Mistral's Tekken with 131,072 tokens, the paper's vocabulary size, from the package `mistral-common`.
 
-    1,000 special tokens come first. The package lists entries by rank; the pairs that a BPE merges follow from them.
+    1,000 special tokens come first. The package lists tokens by rank; the BPE merges follow from them.
     """
     folder = importlib.resources.files(need("mistral_common", "data", "the Tekken tokenizer")) / "data"
     file = next(f for f in sorted(folder.iterdir(), key=lambda f: f.name, reverse=True) if f.name.startswith("tekken_"))
@@ -159,7 +155,7 @@ def tekken() -> Tokenizer:
 
 
 def merges_of(pieces: Sequence[bytes]) -> Iterator[tuple[bytes, bytes]]:
-    """The pair that makes each entry of a ranked vocabulary: what merging by rank leaves before the last step."""
+    """The pair that makes each token of a ranked vocabulary: what merging by rank leaves before the last step."""
     ranks = {piece: rank for rank, piece in enumerate(pieces)}
     for rank, piece in enumerate(pieces):
         parts = [piece[i : i + 1] for i in range(len(piece))]
@@ -190,14 +186,14 @@ def _byte_level(
 
 
 def _byte_letters() -> list[str]:
-    """The letter that `tokenizers` writes each byte as: printable bytes are themselves, the others go on from 256."""
+    """The character that `tokenizers` writes for each byte: itself if printable, the others continue from 256."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = iter(range(256, 512))
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]
 
 
 def _is_bytes(backend: tokenizers.Tokenizer) -> bool:
-    """Whether every byte is its own number, so that encoding is copying."""
+    """Whether every byte is its own token id, so that encoding is copying."""
     return backend.get_vocab_size() == 257 and backend.to_str() == _byte_backend()[0].to_str()
 
 

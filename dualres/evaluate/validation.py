@@ -6,9 +6,11 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from torch import Tensor
+
 from dualres.config.schema import ConfigError
 from dualres.data import shards
-from dualres.data.loader import Loader
+from dualres.data.loader import Loader, sum_over_windows
 from dualres.evaluate.batch_size import Batch
 from dualres.evaluate.perplexity import Window, window_nats
 from dualres.hub.open_model import TrainedModel
@@ -40,11 +42,13 @@ def validation_loss(
     shards.verify(data, dataclasses.replace(index, train=()), subject.vocab_size)
     context = subject.context
     loader = Loader(data, index, "validation", context, None)
-    count = loader.windows if tokens is None else min(loader.windows, max(1, tokens // context))
-    nats, done, start = 0.0, 0, time.monotonic()
-    while done < count:
-        rows = loader.batch(done, min(count - done, max(1, batch.tokens // context))).numpy()  # (B,T+1)
-        windows = [Window(number, row) for number, row in enumerate(rows, start=done + 1)]
+    count = loader.windows_within(tokens)
+    done, start = 0, time.monotonic()
+
+    def batch_nats(sequences: Tensor) -> float:
+        nonlocal done
+        windows = [Window(number, row) for number, row in enumerate(sequences.numpy(), start=done + 1)]
+        nats = 0.0
         for values in batch.over(windows, lambda piece: window_nats(subject, piece)):
             nats += math.fsum(values)
             done += len(values)
@@ -55,4 +59,7 @@ def validation_loss(
                 f"{subject.name} gives a loss of {nats} in windows {windows[0].document} to {done} of {data}: look at "
                 "its weights, or run it in another dtype, float32 say"
             )
+        return nats
+
+    nats = sum_over_windows(loader, count, max(1, batch.tokens // context), batch_nats)
     return ValidationScore(nats / (count * context), count * context, context, index.content)

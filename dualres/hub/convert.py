@@ -182,13 +182,13 @@ def target(source: Source, residual: str, overrides: Sequence[str] = ()) -> tupl
             f"our attention looks back all the way, which is the same up to there: use --set model.context={window}"
         )
     if "gate_scale" in registry.resolve(pathway):
-        if pathway.gate_scale:
+        if given := dict(pathway.options).get("gate_scale"):
             raise ConfigError(
-                f"residual.gate_scale={pathway.gate_scale}: outputs are equal at the start with gate scale 0 only; "
+                f"residual.gate_scale={given}: outputs are equal at the start with gate scale 0 only; "
                 "leave it out. The gates learn from there"
             )
-        pathway = dataclasses.replace(pathway, gate_scale=0.0)
-    pathway = registry.settled(pathway, 2 * model.layers)
+        pathway = ResidualConfig(**{**pathway.to_dict(), "gate_scale": 0.0})
+    pathway = registry.explicit(pathway, 2 * model.layers)
     divisors = build_decoder(model, pathway, device="meta").stack.start_divisors()
     if any(c != 1 for c in divisors):
         model = dataclasses.replace(model, read_eps=tuple(model.eps_of_read(i) / c**2 for i, c in enumerate(divisors)))

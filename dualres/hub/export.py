@@ -105,7 +105,7 @@ def _described(folder: Path, record: Mapping[str, Any], decoder: Decoder) -> tup
         described: dict[str, Any] = {key: record[key] for key in RUN if key in record}
         state = {key: record["state"][key] for key in STATE}
         config = build(Config, described["config"], "")
-        residual = registry.settled(config.residual, 2 * config.model.layers)
+        residual = registry.explicit(config.residual, 2 * config.model.layers)
         if (config.model, residual) != (decoder.config, decoder.residual_config):
             raise ValueError("its config is of another model than config.json")
         for key in ("step", "sequences"):

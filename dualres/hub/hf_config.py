@@ -31,7 +31,7 @@ class DualResConfig(PreTrainedConfig):
 
     @classmethod
     def of(cls, model: ModelConfig, residual: ResidualConfig, **others: Any) -> "DualResConfig":
-        return cls(model=dataclasses.asdict(model), residual=dataclasses.asdict(residual), **others)
+        return cls(model=dataclasses.asdict(model), residual=residual.to_dict(), **others)
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
         """config.json, and the code that loads the model where dualres is not installed."""
@@ -51,9 +51,7 @@ class DualResConfig(PreTrainedConfig):
     def _section(self, name: str) -> dict[str, Any]:
         section = getattr(self, name)
         if not isinstance(section, dict):
-            raise ConfigError(
-                f"{name}={section!r} is not a section: restore config.json, or export again"
-            )
+            raise ConfigError(f"{name}={section!r} is not a section: restore config.json, or export again")
         return section
 
     @property

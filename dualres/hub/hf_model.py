@@ -12,8 +12,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
 from dualres.hub.hf_config import DualResConfig
+from dualres.model.attention import RouterReport
 from dualres.model.block import recompute_blocks
-from dualres.model.context import RouterReport
 from dualres.model.decoder import Decoder, reset_module
 from dualres.residual import registry
 
@@ -40,7 +40,7 @@ class DualResForCausalLM(PreTrainedModel, GenerationMixin):
     @classmethod
     def of(cls, decoder: Decoder, **tokens: int) -> "DualResForCausalLM":
         """A decoder as it is, its weights shared and not copied. `tokens`: eos_token_id, say"""
-        residual = registry.settled(decoder.residual_config, 2 * decoder.config.layers)
+        residual = registry.explicit(decoder.residual_config, 2 * decoder.config.layers)
         model = dataclasses.replace(decoder.config, vocab_size=decoder.vocabulary.table.num_embeddings)
         config = DualResConfig.of(model, residual, **tokens)
         config.dtype = decoder.norm.weight.dtype
@@ -90,7 +90,8 @@ class DualResForCausalLM(PreTrainedModel, GenerationMixin):
         )
         moe = self.decoder.config.moe
         report = None if moe is None else RouterReport(attached=labels is None)
-        hidden = self.decoder.states(embedding, position_ids, mask, past_key_values, report)
+        context = self.decoder.context(embedding, position_ids, mask, past_key_values, report)
+        hidden = self.decoder.norm(self.decoder.stack(embedding, context=context))
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.decoder.vocabulary.logits(hidden[:, kept])
         loss = None

@@ -22,7 +22,7 @@ def card(
     """Markdown with the front matter that the hub reads. `origin`: paragraphs on where the weights come from."""
     model, residual, count = decoder.config, decoder.residual_config, parameters(decoder)
     front = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["dualres", residual.method]}
-    options = ", ".join(f"{name} {value}" for name, value in residual.options().items())
+    options = ", ".join(f"{name} {value}" for name, value in residual.options)
     block = "" if residual.branches_per_block is None else f", {residual.branches_per_block} branches per block"
     feedforward = (
         f"feed-forward {model.ffn_width}"

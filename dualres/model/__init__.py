@@ -1,0 +1,7 @@
+"""The Transformer around the residual pathways, and its loss.
+
+`decoder` builds a decoder-only model from `attention`, `feedforward` or `moe` branches; `block` runs branches on a
+residual pathway; `loss` is the training objective; `generation` continues prompts; `accounting` counts parameters,
+flops and bytes; `activation_checkpointing` says what a block saves for its backward pass. Nothing here names a residual
+method.
+"""

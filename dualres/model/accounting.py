@@ -1,4 +1,4 @@
-"""What a decoder costs: parameters, flops per token and bytes of residual state, counted on the real modules."""
+"""The cost of a decoder: parameters, flops per token and bytes of residual state, counted on its modules."""
 # J streams  R history  D width
 
 import copy
@@ -20,34 +20,33 @@ from dualres.model.moe import MoE
 from dualres.ops import dispatch, traffic
 from dualres.residual.pathway import History
 
-TOKENS_OF_TRAFFIC = 7  # a number that no parameter has as a size
+TOKENS_OF_TRAFFIC = 7  # no dimension of a parameter
 
 
 class Parameters(NamedTuple):
-    """Numbers of parameters. Each tensor counts once, so a tied vocabulary does."""
+    """Numbers of parameters; each tensor counts once, so a tied vocabulary too."""
 
     total: int
     vocabulary: int
-    active: int  # used by one token: of the routed experts, only those it is sent to
+    active: int  # used by one token: only those experts that it is routed to
     residual: int  # of the pathways and the readout
 
 
 class Flops(NamedTuple):
-    """Floating-point operations of one token's forward pass; a training step needs about three times as many."""
+    """Floating-point operations of one token's forward pass; training takes about three times as many."""
 
     branches: int  # matrix products of attention and feed-forward weights
-    attention: int  # scores and weighted values, at the mean distance of a full context
+    attention: int  # scores and weighted values, averaged over a full context
     vocabulary: int  # the output logits
-    residual: int  # everything that pathways and readout compute, one per element of each operation
+    residual: int  # pathways and readout, one per element of each operation
 
     @property
     def total(self) -> int:
-        """All of it."""
         return sum(self)
 
 
 class Traffic(NamedTuple):
-    """Elements of streams that the residual pathways move for one token."""
+    """Stream elements that the residual pathways read and write for one token."""
 
     forward: int
     backward: int
@@ -56,7 +55,7 @@ class Traffic(NamedTuple):
 class StateBytes(NamedTuple):
     """Bytes of residual state per token."""
 
-    history: int  # the states that the readout sees: all that the pathway keeps
+    history: int  # the states that the readout sees
     live: int  # the streams inside a block
 
 
@@ -74,10 +73,10 @@ def parameters(decoder: Decoder) -> Parameters:
 def flops_per_token(decoder: Decoder) -> Flops:
     """Count the flops of one token's forward pass in the middle of a full context.
 
-    `decoder` must be on the meta device: the residual pathways are run there on one token and their operations counted.
+    `decoder` must be on the meta device, where the residual pathways are run on one token to count their operations.
     """
     if not decoder.norm.weight.is_meta:
-        raise ValueError(f"the decoder is on {decoder.norm.weight.device}: build it on the meta device to count flops")
+        raise ValueError(f"the decoder is on {decoder.norm.weight.device}: build it with device='meta' to count flops")
     branches = attention = 0
     for module in (module for block in decoder.stack for branch in block.branches for module in branch.modules()):
         if isinstance(module, nn.Linear):
@@ -91,7 +90,7 @@ def flops_per_token(decoder: Decoder) -> Flops:
 
 
 def state_bytes_per_token(decoder: Decoder, bytes_per_element: int = 2) -> StateBytes:
-    """Bytes of residual state that one token holds in the forward pass, at bfloat16 unless told otherwise."""
+    """Bytes of residual state of one token in the forward pass, by default in bfloat16."""
     blocks = list(decoder.stack)
     state = decoder.stack.streams * decoder.config.width * bytes_per_element
     kept = 1 + len(blocks) if blocks[-1].pathway.keeps_history else 1
@@ -99,14 +98,13 @@ def state_bytes_per_token(decoder: Decoder, bytes_per_element: int = 2) -> State
 
 
 def residual_traffic(decoder: Decoder) -> Traffic:
-    """What pathways and readout move for one token, forward and backward, by the formulas of the fused operators.
+    """Traffic of pathways and readout for one token, forward and backward, by the formulas of the fused operators.
 
-    Everything else that touches a stream, such as the sum of gradients from several readers, counts what it reads and
-    writes. A branch is taken to move nothing here, and so is its norm, which a fused read applies on the way.
-    `decoder` must be on the meta device.
+    Other operations on a stream, such as summing gradients from several readers, count what they read and write.
+    Branches count nothing, nor do their norms, which the fused read applies. `decoder` must be on the meta device.
     """
     stack = copy.deepcopy(decoder.stack)
-    shapes_only = FakeTensorMode(allow_non_fake_inputs=True)  # the parameters on the meta device are no fake ones
+    shapes_only = FakeTensorMode(allow_non_fake_inputs=True)  # parameters on the meta device are not fake tensors
     with dispatch.for_shapes(), shapes_only:
         stack.to_empty(device="cpu")
         row = 1, TOKENS_OF_TRAFFIC, decoder.config.width
@@ -127,7 +125,7 @@ def _pathways_alone(stack: ResidualStack, state: Tensor) -> Tensor:
 
 
 def pathway_alone(block: ResidualBlock, history: History) -> History:
-    """A block with branches that return their input: what the next block sees."""
+    """The history after a block whose branches return their input."""
     pathway = block.pathway
     state = pathway.open(history)
     for i in range(len(block.branches)):
@@ -137,7 +135,7 @@ def pathway_alone(block: ResidualBlock, history: History) -> History:
 
 
 def _vocabulary_flops(decoder: Decoder) -> int:
-    """Maps into and out of a factorised table, and the logits; a look-up costs nothing."""
+    """Maps into and out of a factorized table, and the logits; a lookup is free."""
     vocabulary = decoder.vocabulary
     table = 2 * vocabulary.table.weight.numel()
     if vocabulary.widen is None:
@@ -146,7 +144,6 @@ def _vocabulary_flops(decoder: Decoder) -> int:
 
 
 def _residual_flops(decoder: Decoder) -> int:
-    """Run one token through every pathway and the readout on the meta device, and count."""
     state = torch.empty(decoder.stack.streams, 1, 1, decoder.config.width, device="meta")
     with Arithmetic() as arithmetic, torch.no_grad():
         _pathways_alone(decoder.stack, state)
@@ -175,7 +172,7 @@ _EMPTY = {torch.ops.aten.empty, torch.ops.aten.new_empty, torch.ops.aten.empty_l
 
 
 class Arithmetic(TorchDispatchMode):
-    """Counts matrix products by PyTorch's own formulas and one flop per element of every other computation."""
+    """Counts matrix products by PyTorch's formulas and one flop per element of all other computations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -192,7 +189,7 @@ class Arithmetic(TorchDispatchMode):
         return out
 
 
-_MOVES = {  # operations that copy or create and compute nothing
+_MOVES = {  # operations that only copy or create
     torch.ops.aten._to_copy,
     torch.ops.aten._unsafe_view,
     torch.ops.aten.cat,

@@ -1,18 +1,90 @@
-"""Grouped-query attention with rotary positions."""
-# B batch  T tokens  D width  H head width
+"""Grouped-query attention with rotary positions, and what the branches of one forward pass share."""
+# B batch  T tokens  P past and present tokens  D width  H head width
+
+import math
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from dualres.config.schema import ModelConfig
-from dualres.model.context import Context
+from dualres.config.schema import ModelConfig, RopeScaling
+
+
+class Cache(Protocol):
+    """Keys and values of earlier tokens; `transformers`' `DynamicCache` implements it too."""
+
+    def update(self, key: Tensor, value: Tensor, layer: int, /) -> tuple[Tensor, Tensor]:
+        """Append the new tokens' keys and values and return all. (B,heads,T,H) -> (B,heads,P,H)"""
+        ...
+
+    def get_seq_length(self) -> int: ...
+
+
+class KVCache:
+    """One pair of tensors per attention layer, grown by concatenation."""
+
+    def __init__(self) -> None:
+        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def update(self, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """(B,heads,T,H) -> (B,heads,P,H)"""
+        if layer in self.layers:
+            past_key, past_value = self.layers[layer]
+            key, value = torch.cat([past_key, key], 2), torch.cat([past_value, value], 2)
+        self.layers[layer] = key, value
+        return key, value
+
+    def get_seq_length(self) -> int:
+        return next(iter(self.layers.values()))[0].shape[2] if self.layers else 0
+
+
+class RouterReport:
+    """Collects the auxiliary loss of every MoE layer in one forward pass, by layer.
+
+    A recomputed layer overwrites its own entry, so it counts once. `scale` multiplies the gradient that the auxiliary
+    loss adds to each backward pass: use 1 / accumulation steps if the language-model loss is divided by that, times
+    the loss scale if there is one. With `attached=False` the losses stay out of the output's gradient and keep their
+    graph, for a caller who adds them to a loss. Padding tokens are routed and counted like all others.
+    """
+
+    def __init__(self, scale: float = 1.0, attached: bool = True):
+        self.scale, self.attached = scale, attached
+        self.losses: dict[int, Tensor] = {}
+
+    def mean(self) -> Tensor:
+        """The auxiliary loss as in the paper's figure: the mean over layers, 1 if routing is uniform."""
+        if not self.losses:
+            raise ValueError("no MoE layer has reported: pass the report to a forward pass of a model with experts")
+        return torch.stack(list(self.losses.values())).mean()
+
+
+class Context:
+    """The argument of every branch.
+
+    Neither this nor the report is a dataclass or a pytree: FSDP2 would take them apart to cast their contents, which
+    rounds the rotary tables and gives the branches a copy of the report.
+    """
+
+    def __init__(
+        self,
+        cosine: Tensor,
+        sine: Tensor,
+        mask: Tensor | None = None,
+        cache: Cache | None = None,
+        report: RouterReport | None = None,
+    ):
+        self.cosine = cosine  # (B or 1,1,T,H)
+        self.sine = sine  # (B or 1,1,T,H)
+        self.mask = mask  # (B or 1,1,T,P), True where a token may attend; None: causal, nothing cached unless T is 1
+        self.cache = cache
+        self.report = report
 
 
 class Attention(nn.Module):
     """Softmax attention in which `heads // kv_heads` query heads share a key and value head.
 
-    Biases, and norms of queries and keys over a head, are for models that were trained with them.
+    Biases and per-head norms of queries and keys are for checkpoints that were trained with them.
     """
 
     def __init__(self, model: ModelConfig, layer: int):
@@ -37,8 +109,8 @@ class Attention(nn.Module):
             key, value = context.cache.update(key, value, self.layer)
         mask = context.mask
         causal = mask is None
-        if query.shape[2] == 1:  # a branch, not a product: compiled for any length, `causal` must stay a constant
-            causal = False  # one token alone may look at all that are cached
+        if query.shape[2] == 1:  # an `if`, not a product: when compiled for any length, `causal` must stay a constant
+            causal = False  # a single token attends to everything cached
         mixed = scaled_dot_product_attention(query, key, value, mask, is_causal=causal, enable_gqa=True)
         return self.output(mixed.transpose(1, 2).flatten(2))
 
@@ -52,3 +124,47 @@ def rotate(x: Tensor, context: Context) -> Tensor:
     first, second = x.chunk(2, -1)
     turned = torch.cat([-second, first], -1)
     return (x * context.cosine + turned * context.sine).to(x.dtype)
+
+
+def rotary_tables(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of every position and frequency. (B or 1,T), (H/2) -> two of (B or 1,1,T,H)"""
+    angles = positions[:, None, :, None].to(frequencies.dtype) * frequencies
+    angles = torch.cat([angles, angles], -1)
+    return angles.cos(), angles.sin()
+
+
+def rotary_frequencies(
+    head_width: int, base: float, scaling: RopeScaling | None, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """base^(−2i/H) of the H/2 planes of a head, scaled for a longer context if the model says so. -> (H/2)"""
+    exponents = torch.arange(0, head_width, 2, dtype=dtype, device=device) / head_width
+    frequencies = 1.0 / base**exponents
+    if scaling is None:
+        return frequencies
+    slowed = frequencies / scaling.factor
+    if scaling.kind == "linear":
+        return slowed
+    low, high = cast(float, scaling.low), cast(float, scaling.high)  # checked by RopeScaling
+    waves_in_context = cast(int, scaling.original_context) * frequencies / (2 * math.pi)
+    kept = ((waves_in_context - low) / (high - low)).clamp(0, 1)
+    return (1 - kept) * slowed + kept * frequencies
+
+
+def causal_mask(
+    tokens: int, past: int, attention_mask: Tensor | None, documents: Tensor | None, device: torch.device
+) -> Tensor | None:
+    """Boolean attention mask of `tokens` new tokens after `past` cached ones. -> (B or 1,1,T,P), None if plainly causal
+
+    `attention_mask` (B,P) is False at padding; `documents` (B,P) numbers each token's document, and tokens attend
+    within their own. Every token attends to itself, so no softmax row is empty.
+    """
+    if past == 0 and attention_mask is None and documents is None:
+        return None
+    query = torch.arange(past, past + tokens, device=device)[:, None]
+    key = torch.arange(past + tokens, device=device)[None, :]
+    mask = (key <= query)[None, None]  # (1,1,T,P)
+    if attention_mask is not None:
+        mask = mask & (attention_mask[:, None, None, :] | (key == query))
+    if documents is not None:
+        mask = mask & (documents[:, None, past:, None] == documents[:, None, None, :])
+    return mask

@@ -115,7 +115,7 @@ class ResidualStack(nn.Module):
         return [*inside, readout.start_divisor(self.streams, 1 + len(self.blocks))]
 
     def forward(self, embedding: Tensor, **context: Any) -> Tensor:
-        """(B,T,D) -> (B,T,D); `context` goes to every branch as it is."""
+        """(B,T,D), or any other axes before the width -> the same; `context` goes to every branch as it is."""
         history = embed(embedding, self.streams)
         for block in self:
             history = after(block, history, **context)

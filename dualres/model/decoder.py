@@ -9,26 +9,33 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from dualres.config.schema import ModelConfig, ResidualConfig
-from dualres.model.attention import Attention
+from dualres.model.attention import (
+    Attention,
+    Cache,
+    Context,
+    RouterReport,
+    causal_mask,
+    rotary_frequencies,
+    rotary_tables,
+)
 from dualres.model.block import NormedBranch, residual_stack
-from dualres.model.context import Cache, Context, RouterReport, causal_mask, rotary_frequencies, rotary_tables
 from dualres.model.feedforward import FeedForward
 from dualres.model.moe import MoE
 
 
 class Vocabulary(nn.Module):
-    """Token embeddings and output weights; a narrower table is widened by a map (factorised embedding).
+    """Token embeddings and output weights; a narrower table is widened by a linear map (factorized embedding).
 
-    Tied, the output uses table and map of the input, transposed.
+    If tied, the output uses the input's table and map, transposed.
     """
 
     def __init__(self, size: int, width: int, table_width: int, tied: bool):
         super().__init__()
-        factorised = table_width != width
+        factorized = table_width != width
         self.table = nn.Embedding(size, table_width)
-        self.widen = nn.Linear(table_width, width, bias=False) if factorised else None
+        self.widen = nn.Linear(table_width, width, bias=False) if factorized else None
         self.output = None if tied else nn.Linear(table_width, size, bias=False)
-        self.narrow = nn.Linear(width, table_width, bias=False) if factorised and not tied else None
+        self.narrow = nn.Linear(width, table_width, bias=False) if factorized and not tied else None
 
     def embed(self, tokens: Tensor) -> Tensor:
         """(B,T) -> (B,T,D)"""
@@ -40,9 +47,9 @@ class Vocabulary(nn.Module):
         return linear(*self.output_product(hidden))
 
     def output_product(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """The two factors of the logits: the hidden states as narrow as the table, and the output weights.
+        """The two factors of the logits: hidden states at the table's width E, and output weights.
 
-        (B,T,D) -> (B,T,E), (V,E) with E the width of the table
+        (B,T,D) -> (B,T,E), (V,E)
         """
         if self.narrow is not None:
             hidden = self.narrow(hidden)
@@ -52,11 +59,11 @@ class Vocabulary(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A decoder-only Transformer on any residual pathway, with fresh weights drawn from `seed`."""
+    """A decoder-only Transformer on any residual pathway, initialized from `seed`."""
 
     def __init__(self, model: ModelConfig, residual: ResidualConfig, seed: int = 42):
         super().__init__()
-        self.config, self.residual_config = model, residual
+        self.config, self.residual_config, self.head_width = model, residual, model.head_width
         self.vocabulary = Vocabulary(
             model.vocab_size, model.width, model.embedding_width or model.width, model.tied_embeddings
         )
@@ -74,7 +81,7 @@ class Decoder(nn.Module):
         cache: Cache | None = None,
         report: RouterReport | None = None,
     ) -> Tensor:
-        """Logits of the next token at every position. tokens (B,T) -> (B,T,V); the options are those of `hidden`."""
+        """Next-token logits at every position. tokens (B,T) -> (B,T,V); see `hidden` for the options."""
         return self.vocabulary.logits(self.hidden(tokens, attention_mask=attention_mask, cache=cache, report=report))
 
     def hidden(
@@ -98,8 +105,8 @@ class Decoder(nn.Module):
         for name, given in (("attention_mask", attention_mask), ("documents", documents)):
             if given is not None and given.shape != (batch, past + length):
                 raise ValueError(
-                    f"{name} has shape {tuple(given.shape)} for {batch} × {length} tokens after {past} cached ones: "
-                    f"give it the shape {(batch, past + length)}, cached tokens included"
+                    f"{name} has shape {tuple(given.shape)}; {batch} × {length} tokens after {past} cached ones need "
+                    f"{(batch, past + length)}"
                 )
         if attention_mask is None:
             positions = torch.arange(past, past + length, device=tokens.device)[None]
@@ -107,21 +114,7 @@ class Decoder(nn.Module):
             attention_mask = attention_mask.bool()
             positions = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, past:]
         mask = causal_mask(length, past, attention_mask, documents, tokens.device)
-        return self.states(self.vocabulary.embed(tokens), positions, mask, cache, report)
-
-    def states(
-        self,
-        embedding: Tensor,
-        positions: Tensor,
-        mask: Tensor | None,
-        cache: Cache | None = None,
-        report: RouterReport | None = None,
-    ) -> Tensor:
-        """`hidden` for those who have embeddings, positions and mask already.
-
-        embedding (B,T,D), positions (B or 1,T), mask (B or 1,1,T,P) with True where a token may look, or None where it
-        is causal and nothing is cached, or one token alone -> (B,T,D)
-        """
+        embedding = self.vocabulary.embed(tokens)
         return self.norm(self.stack(embedding, context=self.context(embedding, positions, mask, cache, report)))
 
     def context(
@@ -132,18 +125,24 @@ class Decoder(nn.Module):
         cache: Cache | None = None,
         report: RouterReport | None = None,
     ) -> Context:
-        """What the branches are given in `states`: for those who run the blocks one by one."""
-        precise = torch.promote_types(embedding.dtype, torch.float32)
-        cosine, sine = rotary_tables(positions, rotary_frequencies(self.config, precise, embedding.device))
-        return Context(cosine, sine, mask, cache, report)
+        """The branches' argument, also for callers with their own embeddings, positions and mask.
+
+        embedding (B,T,D), positions (B or 1,T), mask (B or 1,1,T,P): True where a token may attend; None if it is
+        causal with nothing cached, or for a single token
+        """
+        precise, config = torch.promote_types(embedding.dtype, torch.float32), self.config
+        frequencies = rotary_frequencies(
+            self.head_width, config.rope_base, config.rope_scaling, precise, embedding.device
+        )
+        return Context(*rotary_tables(positions, frequencies), mask, cache, report)
 
     def reset_parameters(self, seed: int = 42) -> None:
-        """Draw all weights anew. The same seed gives the same vocabulary and branches under every residual method."""
+        """Initialize all weights. The same seed gives the same vocabulary and branches with every residual method."""
         for part, name in self.parts():
             reset_part(part, name, self.config.init_std, seed)
 
     def parts(self) -> Iterator[tuple[nn.Module, str]]:
-        """The modules that are drawn by themselves, with names that do not depend on the block size."""
+        """The modules that are initialized independently, with names that do not depend on the block size."""
         yield self.vocabulary, "vocabulary"
         layer = 0
         for b, block in enumerate(self.stack):
@@ -156,14 +155,13 @@ class Decoder(nn.Module):
 
 
 def layer_branches(model: ModelConfig, layer: int) -> tuple[NormedBranch, NormedBranch]:
-    """The attention and the feed-forward branch of one layer."""
     attention = Attention(model, layer)
     feedforward: nn.Module
     if model.moe is not None:
         moe = model.moe
         feedforward = MoE(model.width, moe.expert_width, moe.experts, moe.active, moe.aux_coefficient, layer)
     else:
-        assert model.ffn_width is not None  # ModelConfig has checked
+        assert model.ffn_width is not None  # checked by ModelConfig
         feedforward = FeedForward(model.width, model.ffn_width)
     norms = [nn.RMSNorm(model.width, model.eps_of_read(2 * layer + i)) for i in range(2)]
     return NormedBranch(norms[0], attention), NormedBranch(norms[1], feedforward)
@@ -172,7 +170,7 @@ def layer_branches(model: ModelConfig, layer: int) -> tuple[NormedBranch, Normed
 def build_decoder(
     model: ModelConfig, residual: ResidualConfig, *, device: str | torch.device = "cpu", seed: int = 42
 ) -> Decoder:
-    """A decoder with fresh weights on `device`; on "meta" it has shapes and no weights, and takes no memory."""
+    """A decoder with new weights on `device`; on "meta" it has shapes only and takes no memory."""
     with torch.device("meta"):
         decoder = Decoder(model, residual)
     if torch.device(device).type == "meta":
@@ -183,21 +181,20 @@ def build_decoder(
 
 
 def reset_part(part: nn.Module, name: str, std: float, seed: int) -> None:
-    """Draw the weights of one part from a generator of its own, so that parts can be drawn alone and in any order."""
+    """Initialize one part from its own generator, so that parts can be initialized separately and in any order."""
     generator = part_generator(part, name, seed)
     for module in part.modules():
         reset_module(module, std, generator)
 
 
 def part_generator(part: nn.Module, name: str, seed: int) -> torch.Generator:
-    """Where a part's random numbers come from: the same for the same seed and name."""
     digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
     generator = torch.Generator(next(part.parameters(), torch.empty(0)).device)
     return generator.manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
 def reset_module(module: nn.Module, std: float, generator: torch.Generator | None) -> None:
-    """Matrices N(0, std), biases zero, norm weights one, and whatever a module of ours says of its own parameters."""
+    """Matrices N(0, std), biases zero, norm weights one; other modules reset themselves."""
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, std=std, generator=generator)
         if isinstance(module, nn.Linear) and module.bias is not None:

@@ -4,7 +4,7 @@
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from dualres.model.context import Context
+from dualres.model.attention import Context
 
 
 class FeedForward(nn.Module):

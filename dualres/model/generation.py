@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dualres.model.context import KVCache
+from dualres.model.attention import KVCache
 from dualres.model.decoder import Decoder
 from dualres.util.amx import avoid_hidden_tiles
 

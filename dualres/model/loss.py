@@ -1,4 +1,4 @@
-"""What training minimises: the mean cross-entropy of the next token, without ever holding all logits."""
+"""The training objective: mean next-token cross-entropy, without ever holding all logits."""
 # B batch  T tokens  D width  V vocabulary
 
 from collections.abc import Callable
@@ -7,20 +7,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dualres.model.context import RouterReport
+from dualres.model.attention import RouterReport
 from dualres.model.decoder import Decoder
 
 CrossEntropy = Callable[[Tensor, Tensor, Tensor, int], Tensor]  # hidden, weight, targets, rows at a time -> the mean
-OverRanges = Callable[
-    [Tensor, Tensor], tuple[Tensor, Tensor]
-]  # log-partition and target's logit: of one range -> of all
+# The log-partition and the target's logit in one range of the vocabulary -> in all ranges
+OverRanges = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class Objective(nn.Module):
-    """A decoder with its loss: one module, so that an engine finds the output weights used inside a `forward`.
+    """A decoder with its loss in one module, so that FSDP2 sees the output weights used inside a `forward`.
 
-    `loss_rows` tokens have their logits at a time. `end_of_text`, where given, separates documents that must not look
-    at each other; without it a token sees all of its sequence, whatever documents were packed into it.
+    Logits are computed for `loss_rows` tokens at a time. With `end_of_text` tokens attend only within their document;
+    without it they attend to the whole sequence, whatever documents were packed into it.
     """
 
     def __init__(
@@ -40,11 +39,11 @@ class Objective(nn.Module):
         return self.loss(self.decoder.hidden(tokens, documents=self.documents(tokens), report=report), sequences)
 
     def documents(self, tokens: Tensor) -> Tensor | None:
-        """The number of each token's document, where documents must not look at each other. (B,T) -> (B,T)"""
+        """The number of each token's document if documents are isolated. (B,T) -> (B,T)"""
         return None if self.end_of_text is None else document_numbers(tokens, self.end_of_text)
 
     def loss(self, hidden: Tensor, sequences: Tensor) -> Tensor:
-        """Of normed states. (B,T,D), (B,T+1) -> ()"""
+        """From normalized hidden states. (B,T,D), (B,T+1) -> ()"""
         rows, weight = self.decoder.vocabulary.output_product(hidden)
         return self.cross_entropy(rows, weight, sequences[:, 1:], self.loss_rows)
 
@@ -52,8 +51,8 @@ class Objective(nn.Module):
 def chunked_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, rows: int) -> Tensor:
     """mean_n −log softmax(hidden_n · weightᵀ)[target_n], with the logits of `rows` tokens at a time.
 
-    hidden (…,D), weight (V,D), targets (…) -> (), in float32 at least. The products run in the dtype of `hidden`, or in
-    autocast's; softmax and sums in float32. (PyTorch's own `linear_cross_entropy` rounds the loss to bfloat16.)
+    hidden (…,D), weight (V,D), targets (…) -> (), in float32 at least. Products run in the dtype of `hidden`, or
+    autocast's; softmax and sums in float32. (PyTorch's `linear_cross_entropy` rounds the loss to bfloat16.)
     """
     device = hidden.device.type
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
@@ -63,7 +62,7 @@ def chunked_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, rows:
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
-    """The gradients are made in the forward pass, chunk by chunk, while the logits are there."""
+    """Computes the gradients in the forward pass, chunk by chunk, while the logits exist."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, rows: int) -> Tensor:
@@ -73,10 +72,10 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        """What the forward pass made, times the gradient of the loss."""
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
-        return grad_hidden * grad.to(grad_hidden.dtype), grad_weight * grad.to(grad_weight.dtype), None, None
+        others = (None,) * (len(ctx.needs_input_grad) - 2)
+        return grad_hidden * grad.to(grad_hidden.dtype), grad_weight * grad.to(grad_weight.dtype), *others
 
 
 def loss_and_gradients(
@@ -91,8 +90,8 @@ def loss_and_gradients(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The mean of −log p[target], p = softmax(h Wᵀ), and dh = (p − onehot) W / N, dW = (p − onehot)ᵀ h / N.
 
-    hidden (N,D), weight (V,D), targets (N) -> (), (N,D), (V,D). Where W is a range of the vocabulary, `inside` (N)
-    tells which targets are in it, and `over_ranges` has what is summed over all ranges.
+    hidden (N,D), weight (V,D), targets (N) -> (), (N,D), (V,D). If W is a range of the vocabulary, `inside` (N) tells
+    which targets are in it, and `over_ranges` combines all ranges.
     """
     precise = torch.promote_types(hidden.dtype, torch.float32)
     present = torch.ones_like(targets, dtype=torch.bool) if inside is None else inside
@@ -119,7 +118,7 @@ def loss_and_gradients(
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a b, without a copy of it where the dtypes are one. (V,D), (V,rows), (rows,D)"""
+    """total += a b, in place if the dtypes agree. (V,D), (V,rows), (rows,D)"""
     if total.dtype == a.dtype:
         total.addmm_(a, b)
     else:
@@ -127,6 +126,6 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def document_numbers(tokens: Tensor, end_of_text: int) -> Tensor:
-    """0 up to and with the first end of a text, then 1, … (B,T) -> (B,T)"""
+    """0 up to and including the first end of text, then 1, … (B,T) -> (B,T)"""
     ends = tokens == end_of_text
     return ends.cumsum(-1) - ends.long()

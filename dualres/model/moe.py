@@ -1,4 +1,4 @@
-"""The sparse feed-forward: every token goes to the k best of E experts, and none is dropped."""
+"""Mixture of experts: every token goes to its top k of E experts, and none is dropped."""
 # B batch  T tokens  N = B·T  D width  E experts  k active experts  F expert width
 
 from collections.abc import Callable
@@ -7,27 +7,27 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, one_hot, silu
 
-from dualres.model.context import Context
-from dualres.ops import full_precision, grouped_linear
+from dualres.model.attention import Context
+from dualres.ops import grouped_linear, no_autocast
 
-Experts = Callable[[Tensor, Tensor], Tensor]  # rows grouped by expert, rows of each -> rows
+Experts = Callable[[Tensor, Tensor], Tensor]  # rows grouped by expert, number of rows of each -> rows
 
 
 class LocalExperts:
-    """All tokens of a micro-batch and all experts are in this process. `dualres.parallel.experts` spreads them."""
+    """All tokens of a micro-batch and all experts are in this process; see `ExpertParallel` for several."""
 
-    shards = 1  # of the micro-batch, each with as many tokens
+    shards = 1  # of the micro-batch, of equal size
 
     def total(self, assigned: Tensor) -> Tensor:
-        """The assignments of all shards, from those of this one. (E,) -> (E,)"""
+        """The assignments of all shards of the micro-batch, from those of this one. (E,) -> (E,)"""
         return assigned
 
     def apply(self, experts: Experts, rows: Tensor, assigned: Tensor) -> Tensor:
-        """Rows grouped by expert, through their experts, wherever these are. (M,D), (E,) -> (M,D)"""
+        """Send rows, grouped by expert, through their experts, wherever these are. (M,D), (E,) -> (M,D)"""
         return experts(rows, assigned)
 
     def own(self, weight: Tensor) -> Tensor:
-        """What this process has of the experts' weights."""
+        """This process's experts."""
         return weight
 
 
@@ -35,10 +35,10 @@ class MoE(nn.Module):
     """Σ_{e in top-k} p_e · expert_e(x), with p the softmax over the k largest router logits.
 
     The auxiliary loss E·Σ_e f_e P_e (f_e: share of the N·k assignments, P_e: mean router probability; 1 where routing
-    is uniform) is attached to p: its gradient flows with p's, without appearing in any loss that is returned.
+    is uniform) is attached to p: its gradient flows with p's, although no returned loss contains it.
     """
 
-    matrices = ("gate_up", "down")  # they decay, as the weights of `nn.Linear` do
+    matrices = ("gate_up", "down")  # with weight decay, as in `nn.Linear`
 
     def __init__(self, width: int, hidden: int, experts: int, active: int, aux_coefficient: float, layer: int):
         super().__init__()
@@ -73,7 +73,7 @@ class MoE(nn.Module):
         return self.mix_experts(tokens, weights, chosen, assigned).view_as(x)
 
     def mix_experts(self, tokens: Tensor, weights: Tensor, chosen: Tensor, assigned: Tensor) -> Tensor:
-        """Sort the N·k assignments by expert, run each expert on its run of rows, add up per token. -> (N,D)"""
+        """Sort the N·k assignments by expert, run each expert on its rows, sum per token. -> (N,D)"""
         order = chosen.flatten().argsort(stable=True)  # (N·k,) assignment n·k + slot, grouped by expert
         rows = tokens.to(product_dtype(tokens)).repeat_interleave(self.active, 0)[order]
         out = self.placement.apply(self.run_experts, rows, assigned)
@@ -82,42 +82,40 @@ class MoE(nn.Module):
         return (slots * weights.unsqueeze(-1)).sum(1).to(tokens.dtype)
 
     def run_experts(self, rows: Tensor, assigned: Tensor) -> Tensor:
-        """The experts of this process, each on its run of rows. (M,D), as many as its experts -> (M,D)"""
+        """The experts of this process, each on its rows. (M,D), (local experts,) -> (M,D)"""
         gate_up, down = (self.placement.own(weight).to(rows.dtype) for weight in (self.gate_up, self.down))
         gate, up = grouped_linear(rows, gate_up, assigned).chunk(2, -1)
         return grouped_linear(silu(gate) * up, down, assigned)
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
-    """What a matrix product with `x` runs in: autocast's dtype where autocast is on, as `nn.Linear` does it."""
+    """The dtype of a matrix product with `x`, as in `nn.Linear`: autocast's if it is enabled."""
     device = x.device.type
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
     return x.dtype
 
 
-@full_precision
+@no_autocast
 def router_logits(tokens: Tensor, weight: Tensor) -> Tensor:
-    """In float32 at least: a rounded logit sends the token to another expert. (N,D), (E,D) -> (N,E)"""
+    """In float32 at least: a rounded logit would change the expert. (N,D), (E,D) -> (N,E)"""
     dtype = torch.promote_types(tokens.dtype, torch.float32)
     return linear(tokens.to(dtype), weight.to(dtype))
 
 
 class AttachLoss(torch.autograd.Function):
-    """Passes a tensor on unchanged and gives `loss` the gradient 1 when the tensor's gradient comes back."""
+    """The identity of a tensor, whose backward pass gives `loss` the gradient 1."""
 
     @staticmethod
     def forward(x: Tensor, loss: Tensor) -> Tensor:
-        """A copy of x: of a view, a compiler may think that it needs no backward pass of its own."""
+        """A copy of x: a compiler may drop the backward pass of a view."""
         return x.clone()
 
     @staticmethod
     def setup_context(ctx: torch.autograd.function.FunctionCtx, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        """Remember the loss' dtype and device."""
         ctx.save_for_backward(inputs[1])
 
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, Tensor]:
-        """The gradient of x as it is, one for the loss."""
         (loss,) = ctx.saved_tensors  # type: ignore[attr-defined]
         return grad, torch.ones_like(loss)

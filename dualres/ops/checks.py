@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dualres.ops.inputs import HyperInputs, ReadInputs
+from dualres.ops.arguments import HyperReadArguments, ReadArguments
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # that the kernels know
 MOST_STREAMS = 2  # of a read
@@ -33,45 +33,48 @@ def prefix(
 
 def prefix_backward(
     d_retrieved: Sequence[Tensor],
-    d_partition: Sequence[Tensor],
+    d_log_partition: Sequence[Tensor],
     history: Sequence[Tensor],
     queries: Tensor,
-    partition: Sequence[Tensor],
+    log_partition: Sequence[Tensor],
     logits: Tensor,
     norms: Tensor,
     key: Sequence[int],
     value: Sequence[int],
-    exact: bool,
 ) -> None:
     """As `prefix` takes them and makes them; the gradients are like what they are of."""
-    prefix(history, queries, key, value, exact)
+    prefix(history, queries, key, value, exact=True)
     state, (sets, outputs, width) = history[0], queries.shape
     streams, *tokens = state.shape[:-1]
-    for name, given in (("d_retrieved", d_retrieved), ("d_partition", d_partition), ("partition", partition)):
+    for name, given in (
+        ("d_retrieved", d_retrieved),
+        ("d_log_partition", d_log_partition),
+        ("log_partition", log_partition),
+    ):
         if len(given) != sets:
             raise ValueError(f"{name}: {len(given)} tensors are given where {sets} query sets need one each")
     for gradient in d_retrieved:
-        _fits("d_retrieved", gradient, (outputs, *tokens, width), state, exact, state.dtype)
-    for name, given in (("d_partition", d_partition), ("partition", partition)):
+        _fits("d_retrieved", gradient, (outputs, *tokens, width), state, exact=True, dtype=state.dtype)
+    for name, given in (("d_log_partition", d_log_partition), ("log_partition", log_partition)):
         for one in given:
-            _fits(name, one, (outputs, *tokens), state, exact)
-    _fits("logits", logits, (len(history), sets, outputs, *tokens), state, exact)
-    _fits("norms", norms, (len(history), streams, *tokens), state, exact)
+            _fits(name, one, (outputs, *tokens), state, exact=True)
+    _fits("logits", logits, (len(history), sets, outputs, *tokens), state, exact=True)
+    _fits("norms", norms, (len(history), streams, *tokens), state, exact=True)
 
 
-def read(given: ReadInputs, exact: bool) -> None:
-    """See `ReadInputs`."""
+def read(given: ReadArguments, exact: bool) -> None:
+    """See `ReadArguments`."""
     retrieved = _states("retrieved", [given.retrieved], 2, exact)
     outputs, *tokens, width = retrieved.shape
     live = len(given.updates) > 0
     streams = MOST_STREAMS
     if live:
-        if given.coefficients is None or given.queries is None:
+        if given.coefficients is None or given.query is None:
             raise ValueError("a read with a live state needs the coefficients of its updates, and queries")
         _sum(given.updates, given.coefficients, exact)
         streams = given.coefficients.shape[1]
         _alike("retrieved state and updates", (retrieved[0], given.updates[0]))
-    elif exact and (given.coefficients is not None or given.queries is not None):
+    elif exact and (given.coefficients is not None or given.query is not None):
         raise ValueError("a read without updates takes neither coefficients nor queries")
     _route(given.key, given.value, streams)
     if len(given.key) != outputs:
@@ -80,25 +83,31 @@ def read(given: ReadInputs, exact: bool) -> None:
     if streams > MOST_STREAMS or outputs != (2 if given.gates else 1) or (given.gates and streams != 2):
         raise ValueError(f"a read is of one or two streams, with gates of two, but {streams} make {outputs}")
     if live:
-        assert given.queries is not None
-        _fits("queries", given.queries, (outputs, width), retrieved, exact)
-    _fits("log-partition", given.partition, (outputs, *tokens), retrieved, exact)
+        assert given.query is not None
+        _fits("queries", given.query, (outputs, width), retrieved, exact)
+    _fits("log_partition", given.log_partition, (outputs, *tokens), retrieved, exact)
     if given.gates:
         _gates(given.gates, (2, 2, 1) if live else (2, 2), 2, retrieved, exact)
     if given.norm is not None:
         _fits("the norm's weight", given.norm, (width,), retrieved, exact)
 
 
-def read_backward(d_h: Tensor, d_left: Tensor, given: ReadInputs, exact: bool) -> None:
-    """d_h (N,D) and, with gates, d_left (K+1,2,N)"""
+def read_backward(d_h: Tensor, d_next_coefficients: Tensor, given: ReadArguments, exact: bool) -> None:
+    """d_h (N,D) and, with gates, d_next_coefficients (K+1,2,N)"""
     read(given, exact)
     _fits("d_h", d_h, given.retrieved.shape[1:], given.retrieved, exact, given.retrieved.dtype)
     if given.gates:
-        _fits("d_left", d_left, (len(given.updates) + 1, *given.partition.shape), given.retrieved, exact)
+        _fits(
+            "d_next_coefficients",
+            d_next_coefficients,
+            (len(given.updates) + 1, *given.log_partition.shape),
+            given.retrieved,
+            exact,
+        )
 
 
-def hyper_read(given: HyperInputs, exact: bool) -> None:
-    """See `HyperInputs`."""
+def hyper_read(given: HyperReadArguments, exact: bool) -> None:
+    """See `HyperReadArguments`."""
     update, streams = _sum(given.updates, given.coefficients, exact), given.coefficients.shape[1]
     _gates(given.gates, (streams, streams, streams * streams), streams, update, exact)
     if given.norm is not None:
@@ -107,12 +116,18 @@ def hyper_read(given: HyperInputs, exact: bool) -> None:
         raise ValueError(f"steps={given.steps}: Sinkhorn takes at least 1")
 
 
-def hyper_read_backward(d_h: Tensor, d_left: Tensor, given: HyperInputs, exact: bool) -> None:
-    """d_h (N,D), d_left (K+1,J,N)"""
+def hyper_read_backward(d_h: Tensor, d_next_coefficients: Tensor, given: HyperReadArguments, exact: bool) -> None:
+    """d_h (N,D), d_next_coefficients (K+1,J,N)"""
     hyper_read(given, exact)
     update = given.updates[0]
     _fits("d_h", d_h, update.shape, update, exact, update.dtype)
-    _fits("d_left", d_left, (len(given.updates) + 1, *given.coefficients.shape[1:]), update, exact)
+    _fits(
+        "d_next_coefficients",
+        d_next_coefficients,
+        (len(given.updates) + 1, *given.coefficients.shape[1:]),
+        update,
+        exact,
+    )
 
 
 def write(updates: Sequence[Tensor], coefficients: Tensor, exact: bool) -> None:
@@ -129,7 +144,7 @@ def write_backward(d_live: Tensor, updates: Sequence[Tensor], coefficients: Tens
     _fits("coefficients", coefficients, (max(count, 1), *d_live.shape[:-1]), d_live, exact)
 
 
-def normed(stream: Tensor, weight: Tensor) -> None:
+def rms_norm(stream: Tensor, weight: Tensor) -> None:
     """stream (1,N,D), the norm's weight (D,)"""
     _states("stream", [stream], 2, exact=False)
     if stream.shape[0] != 1:

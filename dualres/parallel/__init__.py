@@ -1,1 +1,7 @@
-"""Parallelism beside the model, never inside it: expert, tensor, sequence and pipeline."""
+"""Parallelism beside the model, never inside it.
+
+`mesh` sizes the dimensions data, expert, tensor and pipeline and refuses what a model cannot be sharded over; `tensor`
+shards branches and vocabulary (with sequence parallelism), `vocab_loss` their cross-entropy; `experts` distributes the
+experts of MoE layers; `pipeline` runs chunks of blocks and caches the history on every rank; `gradients` completes and
+clips the gradients over the whole mesh.
+"""

@@ -1,9 +1,9 @@
-"""Expert parallelism: whole experts spread over ranks, and every token's row sent to the rank of its expert and back.
+"""Expert parallelism: each of W ranks holds E/W whole experts, and an all-to-all sends every row to its expert.
 
-Each of W ranks keeps E/W experts. A rank sorts its rows by expert, so those of one rank lie together: one uneven
-all-to-all takes them there, and another, with the sizes exchanged, brings the results back. No token is dropped.
+A rank sorts its rows by expert, so the rows for one rank are contiguous: one uneven all-to-all sends them, and another
+with sizes swapped returns the results. No token is dropped.
 """
-# M rows here, grouped by expert  Q rows that arrive  D width  E experts  W ranks
+# M local rows, grouped by expert  Q received rows  D width  E experts  W ranks
 
 import torch
 import torch.distributed as dist
@@ -17,14 +17,13 @@ from dualres.parallel.mesh import Groups
 
 
 class ExpertParallel(LocalExperts):
-    """The experts of a layer over the ranks of `experts`, the tokens of a micro-batch over those of `tensor`."""
+    """The experts of a layer are on the ranks of `experts`, the tokens of a micro-batch on those of `tensor`."""
 
     def __init__(self, experts: DeviceMesh, tensor: DeviceMesh):
         self.experts, self.tensor = experts.get_group(), tensor.get_group()
         self.ranks, self.shards = experts.size(), tensor.size()
 
     def total(self, assigned: Tensor) -> Tensor:
-        """The assignments of all shards of the micro-batch. (E,) -> (E,)"""
         if self.shards == 1:
             return assigned
         together = assigned.clone()
@@ -32,8 +31,7 @@ class ExpertParallel(LocalExperts):
         return together
 
     def apply(self, experts: Experts, rows: Tensor, assigned: Tensor) -> Tensor:
-        """There, through the experts, and back. (M,D), (E,) -> (M,D)"""
-        arriving = torch.empty_like(assigned)  # rows of each rank for each expert here, (W·E/W,)
+        arriving = torch.empty_like(assigned)  # rows from each rank for each local expert, (W·E/W,)
         dist.all_to_all_single(arriving, assigned, group=self.experts)
         arriving = arriving.view(self.ranks, -1)
         there = assigned.view(self.ranks, -1).sum(1).tolist()
@@ -45,20 +43,19 @@ class ExpertParallel(LocalExperts):
         return all_to_all_single_autograd(out[back], there, here, self.experts)
 
     def own(self, weight: Tensor) -> Tensor:
-        """This rank's experts."""
         assert isinstance(weight, DTensor)
         return weight.to_local()
 
 
 def by_expert(arriving: Tensor) -> Tensor:
-    """The order that groups rows by expert which lie by rank and then by expert. (W,E/W) -> (Q,)"""
+    """The permutation that groups by expert the rows that arrive by rank, then by expert. (W,E/W) -> (Q,)"""
     ranks, experts = arriving.shape
     which = torch.arange(experts, device=arriving.device).repeat(ranks)
     return which.repeat_interleave(arriving.flatten()).argsort(stable=True)
 
 
 def distribute_experts(unit: nn.Module, groups: Groups) -> None:
-    """Leave each rank its experts of every MoE layer in `unit`, whose weights are whole on all ranks."""
+    """Keep this rank's experts of every MoE layer in `unit`, whose weights are replicated so far."""
     for module in unit.modules():
         if isinstance(module, MoE):
             module.placement = ExpertParallel(groups.experts, groups.tensor)

@@ -1,8 +1,8 @@
-"""What is left to do to gradients that FSDP2 has averaged over its own ranks, and its size over the whole mesh.
+"""Completes gradients that FSDP2 has averaged over its own ranks, and their norm over the whole mesh.
 
-A weight that is whole on all ranks of a tensor group has met only their shares of the sequences: its gradient is summed
-over the group. Experts have met the tokens of all `expert` ranks, as a sum: theirs is divided. A tied vocabulary is on
-the first and the last stage of a pipeline, and has the sum of both.
+A weight that is replicated over a tensor group has seen only each rank's part of the sequences: its gradient is summed
+over the group. Experts have the summed gradient of the tokens of all `expert` ranks: it is divided by their number. A
+tied vocabulary is on the first and last stage of a pipeline: its gradients are summed.
 """
 
 import math
@@ -18,16 +18,16 @@ from dualres.parallel.mesh import Groups
 
 
 class Roles(NamedTuple):
-    """The parameters of a rank, by what their gradients need."""
+    """A rank's parameters by what their gradients need."""
 
     partial: list[nn.Parameter]  # summed over the tensor group
     experts: list[nn.Parameter]  # divided by the expert ranks
     tied: list[nn.Parameter]  # summed over the first and the last stage
-    copies: dict[nn.Parameter, int]  # ranks that hold the same part
+    copies: dict[nn.Parameter, int]  # ranks that hold the same shard
 
 
 def roles(parameters: Mapping[str, nn.Parameter], groups: Groups, tied: Sequence[str]) -> Roles:
-    """By the dimensions that each parameter is cut along; `tied` are names."""
+    """By the dimensions that each parameter is sharded over; `tied` are names."""
     cut = {name: dimensions(parameter) for name, parameter in parameters.items()}
     partial = [p for name, p in parameters.items() if not {"tensor", "experts"} & cut[name]]
     return Roles(
@@ -39,7 +39,7 @@ def roles(parameters: Mapping[str, nn.Parameter], groups: Groups, tied: Sequence
 
 
 def copies(parameter: Tensor, groups: Groups) -> int:
-    """How many ranks of a stage hold the same part."""
+    """How many ranks of a stage hold the same shard."""
     if not isinstance(parameter, DTensor):
         return groups.sizes.data * groups.sizes.tensor
     placed = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
@@ -48,12 +48,12 @@ def copies(parameter: Tensor, groups: Groups) -> int:
 
 
 def dimensions(parameter: Tensor) -> set[str]:
-    """The dimensions of the mesh that a sharded parameter is spread over."""
+    """The mesh dimensions that a parameter is sharded over."""
     return set(parameter.device_mesh.mesh_dim_names or ()) if isinstance(parameter, DTensor) else set()
 
 
 def finish(found: Roles, groups: Groups) -> None:
-    """After the last micro-batch of a step."""
+    """Call it after the last micro-batch of a step."""
     if found.partial:
         sum_together(gradients(found.partial), groups.tensor.get_group())
     if groups.sizes.expert > 1:
@@ -64,7 +64,7 @@ def finish(found: Roles, groups: Groups) -> None:
 
 
 def squares(found: Roles) -> float:
-    """This rank's share of the sum of squares over the whole gradient: a part that several hold counts once."""
+    """This rank's part of the gradient's sum of squares: a shard that several ranks hold counts once."""
     held = [p for p in found.copies if p.grad is not None]
     if not held:
         return 0.0
@@ -73,26 +73,20 @@ def squares(found: Roles) -> float:
 
 
 def clip(found: Roles, norm: float, limit: float) -> None:
-    """Scale the gradient down to `limit`, as PyTorch does it."""
+    """Scale the gradient down to `limit`, as `clip_grad_norm_` does."""
     factor = limit / (norm + 1e-6)
     if factor < 1:
         torch._foreach_mul_(gradients(found.copies), factor)
 
 
 def gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    """What this rank holds of them; a parameter without one has none."""
-    return [local_gradient(p) for p in parameters if p.grad is not None]
-
-
-def local_gradient(parameter: nn.Parameter) -> Tensor:
-    """This rank's part of a gradient."""
-    grad = parameter.grad
-    assert grad is not None
-    return grad.to_local() if isinstance(grad, DTensor) else grad
+    """This rank's shards of the gradients that exist."""
+    grads = (p.grad for p in parameters if p.grad is not None)
+    return [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
 
 
 def sum_together(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Add tensors over a group, in place, in one message."""
+    """All-reduce tensors in place, in one message."""
     together = torch.cat([tensor.flatten() for tensor in tensors])
     dist.all_reduce(together, group=group)
     for tensor, part in zip(tensors, together.split([t.numel() for t in tensors]), strict=True):

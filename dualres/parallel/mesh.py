@@ -1,10 +1,10 @@
-"""The mesh of a run: how many ranks share a model and along which dimension, and whether that can be.
+"""The mesh of a run: how many ranks each parallel dimension has, and whether the model can be sharded that way.
 
     processes = pipeline · data · tensor,    data = rest · expert
 
-Ranks are numbered with `tensor` running fastest, then `expert`, `rest`, `pipeline`: the ranks that talk most sit
-closest. Every rank of a tensor group has a share of the sequence; whole experts are spread over the `expert` · `tensor`
-ranks that share them, so that no rank holds a slice of one.
+`tensor` varies fastest in a rank's number, then `expert`, `rest`, `pipeline`: the ranks that communicate most are
+closest. Every rank of a tensor group has a part of the sequence; whole experts are distributed over `expert` · `tensor`
+ranks, so that no rank holds a slice of one.
 """
 
 from typing import NamedTuple
@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dualres.config.schema import Config, ConfigError
 from dualres.config.validation import choices, divides, divisors
-from dualres.parallel.history_cache import cut
 from dualres.residual.registry import places
 
 
@@ -29,7 +28,6 @@ class Mesh(NamedTuple):
 
     @property
     def processes(self) -> int:
-        """All ranks."""
         return self.data * self.tensor * self.pipeline
 
     @property
@@ -39,7 +37,7 @@ class Mesh(NamedTuple):
 
     @property
     def expert_ranks(self) -> int:
-        """Ranks over which the experts of a layer are spread."""
+        """Ranks over which the experts of a layer are distributed."""
         return self.expert * self.tensor
 
     def describe(self) -> str:
@@ -51,7 +49,7 @@ class Mesh(NamedTuple):
 
 
 def mesh_of(config: Config, processes: int) -> Mesh:
-    """The mesh that `train.parallel` makes of so many processes; an impossible one is refused."""
+    """The mesh of `train.parallel` with so many processes; an impossible one is refused."""
     parallel = config.train.parallel
     shared = parallel.tensor * parallel.pipeline
     if processes % shared:
@@ -59,7 +57,7 @@ def mesh_of(config: Config, processes: int) -> Mesh:
         raise ConfigError(
             f"train.parallel.tensor={parallel.tensor} × pipeline={parallel.pipeline} = {shared} does not divide "
             f"{processes} {'process' if processes == 1 else 'processes'}: start "
-            f"{' or '.join(str(n) for n in (low, low + shared) if n)}, or change the two"
+            f"{' or '.join(str(n) for n in (low, low + shared) if n)}, or change tensor or pipeline"
         )
     data = processes // shared
     mesh = Mesh(data, parallel.tensor, parallel.pipeline, parallel.expert, parallel.virtual_stages)
@@ -68,18 +66,18 @@ def mesh_of(config: Config, processes: int) -> Mesh:
 
 
 def check_mesh(config: Config, mesh: Mesh) -> None:
-    """Refuse what cannot be cut so, before any process group starts."""
+    """Refuse a model that cannot be sharded over the mesh, before any process group starts."""
     model, parallel = config.model, config.train.parallel
     if parallel.context > 1:
         raise ConfigError(
-            f"train.parallel.context={parallel.context}: context parallelism is not built, sequences are cut within a "
-            "tensor group only: use 1, and tensor with sequence_parallel for long sequences"
+            f"train.parallel.context={parallel.context}: context parallelism is not implemented; use 1, and tensor "
+            "with sequence_parallel for long sequences"
         )
     if mesh.tensor > 1:
         if not parallel.sequence_parallel:
             raise ConfigError(
-                f"train.parallel.tensor={mesh.tensor} with sequence_parallel=false would keep every residual stream "
-                "whole on every rank: set train.parallel.sequence_parallel=true"
+                f"train.parallel.tensor={mesh.tensor} with sequence_parallel=false would replicate every residual "
+                "stream on every rank: set train.parallel.sequence_parallel=true"
             )
         wholes = {"heads": model.heads, "kv_heads": model.kv_heads, "context": model.context}
         if model.ffn_width is not None:
@@ -88,14 +86,14 @@ def check_mesh(config: Config, mesh: Mesh) -> None:
         if -(-model.vocab_size // mesh.tensor) * (mesh.tensor - 1) >= model.vocab_size:
             raise ConfigError(
                 f"model.vocab_size={model.vocab_size} is too small to give each of train.parallel.tensor={mesh.tensor} "
-                "ranks a range of entries: use a smaller tensor"
+                "ranks a range of tokens: use a smaller tensor"
             )
         width = model.embedding_width or model.width
         if model.vocab_size % mesh.tensor and width % mesh.data:
             raise ConfigError(
                 f"model.vocab_size={model.vocab_size} is not divisible by train.parallel.tensor={mesh.tensor}, and its "
-                f"width {width} not by the {mesh.data} data-parallel ranks, so that it cannot be cut evenly: use "
-                f"model.vocab_size={-(-model.vocab_size // mesh.tensor) * mesh.tensor} (no token has the new entries)"
+                f"width {width} not by the {mesh.data} data-parallel ranks: use model.vocab_size="
+                f"{-(-model.vocab_size // mesh.tensor) * mesh.tensor} (no token uses the added rows)"
             )
     if model.moe is not None:
         _check_experts(model.moe.experts, mesh)
@@ -112,8 +110,8 @@ def check_mesh(config: Config, mesh: Mesh) -> None:
         )
     if config.analyze.every is not None and mesh.tensor * mesh.pipeline > 1:
         raise ConfigError(
-            f"analyze.every={config.analyze.every} looks at whole sequences in a whole stack, and {mesh.describe()} "
-            "cuts both: leave it out, and run dualres analyze on the checkpoints"
+            f"analyze.every={config.analyze.every} needs whole sequences and the whole model, which {mesh.describe()} "
+            "shards: leave it out, and run dualres analyze on the checkpoints"
         )
 
 
@@ -128,8 +126,8 @@ def _check_experts(experts: int, mesh: Mesh) -> None:
         )
     if experts % mesh.expert_ranks:
         raise ConfigError(
-            f"model.moe.experts={experts} are spread in whole over train.parallel.expert={mesh.expert} × "
-            f"tensor={mesh.tensor} = {mesh.expert_ranks} ranks, which does not divide them: {remedy}"
+            f"model.moe.experts={experts} is not divisible by train.parallel.expert={mesh.expert} × "
+            f"tensor={mesh.tensor} = {mesh.expert_ranks} ranks: {remedy}"
         )
 
 
@@ -139,12 +137,18 @@ def block_count(config: Config) -> int:
 
 
 def chunk_sizes(config: Config, mesh: Mesh) -> list[int]:
-    """The blocks of each of the pipeline's chunks; chunk c lies on pipeline rank c mod P."""
-    return cut(block_count(config), mesh.pipeline * mesh.virtual)
+    """The number of blocks in each chunk of the pipeline; chunk c is on pipeline rank c mod P."""
+    return even_chunks(block_count(config), mesh.pipeline * mesh.virtual)
+
+
+def even_chunks(blocks: int, chunks: int) -> list[int]:
+    """As even as possible, with larger chunks first: the last one also has the vocabulary's output."""
+    least, more = divmod(blocks, chunks)
+    return [least + (number < more) for number in range(chunks)]
 
 
 class Groups(NamedTuple):
-    """PyTorch's mesh by part, as this rank sees it."""
+    """This rank's device mesh for each dimension."""
 
     sizes: Mesh
     data: DeviceMesh
@@ -156,17 +160,15 @@ class Groups(NamedTuple):
 
     @property
     def data_rank(self) -> int:
-        """Which share of the data is this rank's."""
         return self.data.get_local_rank()
 
     @property
     def stage(self) -> int:
-        """This rank's place in its pipeline."""
         return self.pipeline.get_local_rank()
 
 
 def make_groups(mesh: Mesh, device: str) -> Groups:
-    """Process groups for every dimension. All ranks call it together."""
+    """Create the process groups. All ranks call it together."""
     assert dist.get_world_size() == mesh.processes
     names = ("pipeline", "rest", "expert", "tensor")
     root = init_device_mesh(device, (mesh.pipeline, mesh.rest, mesh.expert, mesh.tensor), mesh_dim_names=names)

@@ -1,15 +1,16 @@
-"""Pipeline parallelism with a cached history: every rank keeps the states it has seen, and is sent what it lacks.
+"""Pipeline parallelism with a cached history: each rank caches the states it has seen and is sent only what it lacks.
 
-Chunk c of a decoder lies on rank c mod P, so a rank with V chunks passes a micro-batch on V times. Its first pass
-leaves the history for the later ones; between passes only states of the P − 1 chunks on other ranks arrive. On the way
-back a state's gradient gathers on the rank that has it, and is sent once to the rank it came from. H_0 has equal
-streams and travels as one.
+The N blocks are cut into C = P·V chunks. Chunk c is on rank c mod P, so a rank with V chunks sees each micro-batch V
+times. Its first pass leaves the history to the later ones; between passes it receives only states of the P − 1 chunks
+on other ranks. In the backward pass the gradient of a state accumulates on the rank that caches it and is sent once to
+the rank it came from. State H_b is made by block b (1 … N); H_0 is the embedding, whose streams are equal and sent as
+one.
 """
-# B batch  T tokens (of this rank's share of the sequence)  D width  J streams
+# B batch  T tokens (of this rank's part of the sequence)  D width  J streams
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -17,22 +18,43 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 from torch.distributed.pipelining.stage import _RecvInfo
 
+from dualres.model.attention import RouterReport, causal_mask
 from dualres.model.block import ResidualBlock, after
-from dualres.model.context import RouterReport, causal_mask
 from dualres.model.decoder import Vocabulary
 from dualres.model.loss import Objective
-from dualres.parallel.history_cache import Boundary, boundaries
 from dualres.parallel.mesh import Mesh
 from dualres.residual.pathway import embed
 
-# A state that is kept and sent is a view, and nothing changes a state in place.
+# A state that is cached and sent is a view, and nothing changes a state in place.
 warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
 
-Leaves = dict[int, Tensor]  # states that later passes of this rank read, by number, with the gradient they gather
+Leaves = dict[int, Tensor]  # states that later passes of this rank read, by number; they accumulate gradients
+
+
+class Boundary(NamedTuple):
+    """The states between chunks c−1 and c."""
+
+    sent: tuple[int, ...]  # in order of depth
+    cached: tuple[int, ...]  # left on the rank of chunk c by an earlier pass
+
+
+def boundaries(chunks: Sequence[int], ranks: int, *, keeps_history: bool, resend: bool = False) -> list[Boundary]:
+    """The C−1 boundaries between chunks of so many blocks each; `resend` disables the cache, for comparison."""
+    seen: list[set[int]] = [set() for _ in range(ranks)]
+    found, state = [], 0
+    for number, blocks in enumerate(chunks):
+        here = seen[number % ranks]
+        if number > 0:
+            needed = range(state + 1) if keeps_history else (state,)
+            known = here if keeps_history and not resend else set()
+            found.append(Boundary(tuple(s for s in needed if s not in known), tuple(s for s in needed if s in known)))
+        here.update(range(state + blocks + 1))
+        state += blocks
+    return found
 
 
 class PipelineChunk(nn.Module):
-    """Some blocks of a decoder that follow each other. The first chunk embeds, the last reads out and has the loss."""
+    """Consecutive blocks of a decoder. The first chunk embeds; the last has the readout and the loss."""
 
     def __init__(
         self,
@@ -40,7 +62,7 @@ class PipelineChunk(nn.Module):
         blocks: range,
         arriving: Boundary | None,
         leaving: Boundary | None,
-        kept: tuple[int, ...],
+        to_cache: tuple[int, ...],
         cache: dict[int, Leaves],
     ):
         super().__init__()
@@ -50,26 +72,26 @@ class PipelineChunk(nn.Module):
         ends: list[nn.Module] = [decoder.vocabulary] if arriving is None else []
         ends += [stack.readout, decoder.norm, decoder.vocabulary] if leaving is None else []
         self.ends = nn.ModuleList(ends)
-        self.first = blocks.start  # the state that the first block finds last
-        self.arriving, self.leaving, self.kept = arriving, leaving, kept
+        self.first = blocks.start  # the newest state that the first block reads
+        self.arriving, self.leaving, self.to_cache = arriving, leaving, to_cache
         self.cache = cache  # of the rank, by micro-batch
-        self.objective = (objective,)  # in a tuple: its parameters are not all of this chunk
+        self.objective = (objective,)  # in a tuple, since not all its parameters belong to this chunk
 
     def forward(
         self, *received: Tensor, sequences: Tensor, number: Tensor, reports: Mapping[int, RouterReport]
     ) -> tuple[Tensor, ...] | Tensor:
-        """The states that the next rank lacks, or the loss. received: as `arriving` says; sequences (B,T+1)
+        """The states that the next rank lacks, or the loss. received: `arriving.sent`; sequences (B,T+1)
 
-        States are (J,B,T,D), H_0 is (B,T,D); number: which micro-batch of the step it is.
+        States are (J,B,T,D), H_0 is (B,T,D); number: of the micro-batch in its step.
         """
         (objective,), batch = self.objective, int(number)
         decoder, tokens = objective.decoder, sequences[:, :-1]
-        leaves = self.cache.setdefault(batch, {}) if self.kept else self.cache.pop(batch, {})
+        leaves = self.cache.setdefault(batch, {}) if self.to_cache else self.cache.pop(batch, {})
         if self.arriving is None:
             states = {0: decoder.vocabulary.embed(tokens)}
         else:
             states = dict(zip(self.arriving.sent, received, strict=True))
-        states |= {s: keep(state, leaves, s) for s, state in states.items() if s in self.kept}
+        states |= {s: cached(state, leaves, s) for s, state in states.items() if s in self.to_cache}
         if self.arriving is not None:
             states |= {s: leaves[s] for s in self.arriving.cached}
 
@@ -79,41 +101,41 @@ class PipelineChunk(nn.Module):
         context = decoder.context(history[0], positions, mask, report=reports.get(batch))
         for made, block in enumerate(cast(Sequence[ResidualBlock], self.blocks), self.first + 1):
             history = after(block, history, context=context)
-            if made in self.kept:
-                history = (*history[:-1], keep(history[-1], leaves, made))
+            if made in self.to_cache:
+                history = (*history[:-1], cached(history[-1], leaves, made))
             states[made] = history[-1]
         if self.leaving is not None:
             return tuple(states[s] for s in self.leaving.sent)
         return objective.loss(decoder.norm(decoder.stack.readout(*history)), sequences)
 
 
-def keep(state: Tensor, leaves: Leaves, number: int) -> Tensor:
-    """The state for this pass, and a leaf of it for later ones, whose gradient joins it on the way back."""
+def cached(state: Tensor, leaves: Leaves, number: int) -> Tensor:
+    """The state, of which a leaf is cached for later passes; its backward pass adds the leaf's gradient."""
     leaf = state.detach().requires_grad_(state.requires_grad)
     leaves[number] = leaf
     return CachedState.apply(state, [leaf])
 
 
 class CachedState(torch.autograd.Function):
-    """Passes a state on; its gradient is that of this pass and what the later passes of the rank have left."""
+    """The identity, whose gradient also has the gradients from later passes of the rank."""
 
     @staticmethod
     def forward(ctx: Any, state: Tensor, leaf: list[Tensor]) -> Tensor:
-        """state, unchanged; the leaf is in a list so that no gradient goes to it from here."""
+        """The leaf is in a list so that autograd does not see it."""
         ctx.leaf = leaf
         return state.view_as(state)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """Later passes go back first, so theirs is complete."""
+        """The backward passes of later passes come first, so the leaf's gradient is complete."""
         later = ctx.leaf[0].grad
         return grad if later is None else grad + later, None
 
 
 class Stage(PipelineStage):
-    """PyTorch's stage, which counts what it sends and has buffers only for micro-batches that are on their way.
+    """PyTorch's stage, which counts what it sends and has receive buffers only for micro-batches in flight.
 
-    (PyTorch's own allocates them for all micro-batches of a step: of a history, that many times.)
+    (PyTorch allocates them for all micro-batches of a step, each as large as a history.)
     """
 
     def __init__(self, chunk: nn.Module, index: int, count: int, device: torch.device, **options: Any):
@@ -131,22 +153,19 @@ class Stage(PipelineStage):
             _release(infos)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Buffers now, for this micro-batch."""
         _allocate(self.args_recv_info[fwd_chunk_id], self.device)
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Buffers now, for this micro-batch."""
         if self.has_backward and not self.is_last:
             _allocate(self.grad_recv_info[bwd_chunk_id], self.device)
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Counted."""
         return self._count("states", super().get_fwd_send_ops(fwd_chunk_id))
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Counted; what was received for this micro-batch is not needed any more."""
+        """What was received for this micro-batch is no longer needed."""
         ops = self._count("gradients", super().get_bwd_send_ops(bwd_chunk_id))
         _release(self.args_recv_info[bwd_chunk_id])
         if not self.is_last:
@@ -170,7 +189,7 @@ def _release(infos: tuple[_RecvInfo, ...]) -> None:
 
 
 def drop_unused(vocabulary: Vocabulary, chunk: PipelineChunk) -> None:
-    """Of a vocabulary whose output has weights of its own, leave an end of the pipeline the half that it uses."""
+    """Keep the half of an untied vocabulary that this end of the pipeline uses."""
     if vocabulary.output is None:
         return
     unused = (vocabulary.output, vocabulary.narrow) if chunk.arriving is None else (vocabulary.table, vocabulary.widen)
@@ -180,19 +199,19 @@ def drop_unused(vocabulary: Vocabulary, chunk: PipelineChunk) -> None:
 
 
 class ForwardPipeline:
-    """A rank's chunks in the order of a micro-batch that only goes forward."""
+    """Runs a rank's chunks without a backward pass."""
 
     def __init__(self, stages: Sequence[Stage], shapes: Mapping[int, list[Tensor]], group: dist.ProcessGroup):
         self.stages, self.shapes, self.group = stages, shapes, group
 
     @torch.no_grad()
     def run(self, sequences: Tensor, device: torch.device) -> Tensor | None:
-        """The loss, on the rank with the last chunk: the others are done when they have sent. (B,T+1) -> () or None"""
+        """The loss, on the rank with the last chunk; None on the others. (B,T+1) -> ()"""
         loss, ranks, here = None, dist.get_world_size(self.group), dist.get_rank(self.group)
         for stage in self.stages:
             received = []
             for meta in self.shapes[stage.stage_index]:
-                rows = len(sequences)  # of a last batch, fewer than in training
+                rows = len(sequences)  # fewer than in training in a last batch
                 buffer = torch.empty(*meta.shape[:-3], rows, *meta.shape[-2:], dtype=meta.dtype, device=device)
                 dist.recv(buffer, group=self.group, group_src=(here - 1) % ranks)
                 received.append(buffer)
@@ -206,20 +225,20 @@ class ForwardPipeline:
 
 
 def micro_batches(global_batch: int, micro_batch: int, mesh: Mesh) -> int:
-    """How many a data-parallel rank runs in a step; some may be there only to fill up."""
+    """How many a data-parallel rank runs in a step, zero-weight padding included."""
     count = -(-global_batch // micro_batch // mesh.data)
     return count if mesh.pipeline == 1 else padded_micro_batches(count, mesh.pipeline, mesh.virtual)
 
 
 def padded_micro_batches(count: int, ranks: int, virtual: int) -> int:
-    """How many the schedule needs for `count`: 1F1B at least one per rank, the interleaved one whole rounds."""
+    """How many the schedule needs for `count`: 1F1B at least one per rank, interleaved 1F1B whole rounds."""
     if virtual == 1:
         return max(count, ranks)
     return next(n for n in range(count, 2 * count + ranks) if n % max(1, n // ranks) == 0)
 
 
 def make_schedule(stages: Sequence[Stage], micro_batches: int, loss: Callable[[Tensor, Tensor], Tensor]) -> Any:
-    """1F1B; interleaved where a rank has several stages."""
+    """1F1B; interleaved if a rank has several stages."""
     if len(stages) == 1:
         return Schedule1F1B(stages[0], micro_batches, loss, scale_grads=False)
     return ScheduleInterleaved1F1B(list(stages), micro_batches, loss, scale_grads=False)
@@ -228,7 +247,7 @@ def make_schedule(stages: Sequence[Stage], micro_batches: int, loss: Callable[[T
 def make_chunks(
     objective: Objective, sizes: Sequence[int], ranks: int, rank: int, *, resend: bool = False
 ) -> dict[int, PipelineChunk]:
-    """The chunks of one rank by number, of `sizes` blocks each. `resend`: no rank keeps anything, for comparison."""
+    """The chunks of one rank by number, of `sizes` blocks each. `resend` disables the cache, for comparison."""
     keeps_history = next(iter(objective.decoder.stack)).pathway.keeps_history
     between = boundaries(sizes, ranks, keeps_history=keeps_history, resend=resend)
     starts = [sum(sizes[:c]) for c in range(len(sizes))]

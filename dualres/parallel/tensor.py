@@ -1,9 +1,9 @@
-"""Tensor and sequence parallelism: weights cut along heads, hidden units and vocabulary; tokens along the sequence.
+"""Tensor and sequence parallelism: weights sharded along heads, hidden units and vocabulary; tokens along the sequence.
 
-Between branches a rank has T/n of every sequence, and so of every residual stream and of the history: pathways are per
-token and need no communication. A branch gathers its input once and scatters the sum of its output; an MoE branch
-routes the tokens it has. A parameter is either cut, and its gradient complete, or whole on all ranks of the group, and
-its gradient a part of a sum (`dualres.parallel.gradients`).
+Between branches a rank has T/n of every sequence, residual stream and history state: pathways are per token and need
+no communication. A branch all-gathers its input once and reduce-scatters its output; an MoE branch routes its local
+tokens. A parameter is either sharded, with a complete gradient, or replicated, with a gradient still to be summed
+(`dualres.parallel.gradients`).
 """
 # B batch  T tokens  D width
 
@@ -26,41 +26,41 @@ from dualres.model.decoder import Vocabulary
 from dualres.model.feedforward import FeedForward
 
 SEQUENCE = Shard(1)  # of (B,T,D)
-CUT: dict[type[nn.Module], tuple[tuple[str, ...], str]] = {  # maps into the hidden units, and the one out of them
+LINEARS: dict[type[nn.Module], tuple[tuple[str, ...], str]] = {  # column-parallel maps, and the row-parallel one
     Attention: (("query", "key", "value"), "output"),
     FeedForward: (("gate", "up"), "down"),
 }
 
 
 def shard_branches(unit: nn.Module, mesh: DeviceMesh) -> None:
-    """Cut the weights of every attention and feed-forward in `unit`, which are whole on all ranks."""
+    """Shard every attention and feed-forward in `unit`, whose weights are replicated so far."""
     for module in unit.modules():
-        if type(module) in CUT:
-            into, out = CUT[type(module)]
+        if type(module) in LINEARS:
+            into, out = LINEARS[type(module)]
             plan: dict[str, ParallelStyle] = {
                 "": PrepareModuleInput(input_layouts=(SEQUENCE,), desired_input_layouts=(Replicate(),)),
                 out: RowwiseParallel(output_layouts=SEQUENCE),
                 **{name: ColwiseParallel() for name in into},
             }
             parallelize_module(module, mesh, plan, src_data_rank=None)
-            module.register_forward_hook(arrived)
+            module.register_forward_hook(wait_for_output)
 
 
-def arrived(module: nn.Module, given: Any, out: Tensor) -> Tensor:
-    """A result that is there: PyTorch hands on a promise of it, which has no memory of its own for a kernel to read.
+def wait_for_output(module: nn.Module, given: Any, out: Tensor) -> Tensor:
+    """Wait for an asynchronous collective, whose result has no memory yet that a kernel could read.
 
-    Where gradients are recorded, operators see to it themselves (and waiting here would cut the record).
+    With gradients, operators wait by themselves (and waiting here would detach the output).
     """
     return out.wait() if isinstance(out, AsyncCollectiveTensor) and not out.requires_grad else out
 
 
 def shard_vocabulary(vocabulary: Vocabulary, mesh: DeviceMesh) -> None:
-    """Cut the table, and the output weights where they are others, along the vocabulary.
+    """Shard the table, and untied output weights, along the vocabulary.
 
-    Tokens come in whole and embeddings go out as shares of the sequence.
+    The input tokens are replicated; the embeddings are sharded along the sequence.
     """
     plan: dict[str, ParallelStyle] = {"table": RowwiseParallel(input_layouts=Replicate(), output_layouts=SEQUENCE)}
     if vocabulary.output is not None:
         plan["output"] = ColwiseParallel()
     parallelize_module(vocabulary, mesh, plan, src_data_rank=None)
-    vocabulary.table.register_forward_hook(arrived)
+    vocabulary.table.register_forward_hook(wait_for_output)

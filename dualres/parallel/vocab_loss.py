@@ -1,10 +1,10 @@
-"""The loss over a vocabulary that is cut into ranges: no rank ever has the logits of all entries.
+"""Cross-entropy over a vocabulary that is sharded into ranges: no rank ever has the logits of all tokens.
 
     log Z_n = log Σ_ranks exp(log Z_n of the rank's entries)
 
-Each rank sends two numbers per token, the log-partition of its range and the target's logit if it lies there.
+Each rank sends two numbers per token: the log-partition of its range and, if it is in there, the target's logit.
 """
-# B batch  T tokens  N = B·T  E table width  V entries of this rank's range
+# B batch  T tokens  N = B·T  E table width  V size of this rank's range
 
 from typing import Any
 
@@ -15,30 +15,30 @@ from torch.distributed._functional_collectives import all_gather_single, reduce_
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from dualres.model.loss import loss_and_gradients
+from dualres.model.loss import ChunkedCrossEntropy, loss_and_gradients
 
 
 class VocabularyLoss:
-    """The mean cross-entropy, of hidden states cut along the sequence and weights cut along the vocabulary."""
+    """The mean cross-entropy of hidden states sharded along the sequence and weights along the vocabulary."""
 
     def __init__(self, mesh: DeviceMesh):
         self.mesh = mesh
 
     def __call__(self, hidden: Tensor, weight: Tensor, targets: Tensor, rows: int) -> Tensor:
-        """hidden (B,T/n,E), weight a DTensor of (entries,E), targets (B,T) -> (), the same on all ranks"""
+        """hidden (B,T/n,E), weight a DTensor (vocabulary,E), targets (B,T) -> (), the same on all ranks"""
         assert isinstance(weight, DTensor)
         first = self.mesh.get_local_rank() * -(-weight.shape[0] // self.mesh.size())
         return RangeCrossEntropy.apply(hidden, weight.to_local(), targets - first, rows, self.mesh.get_group())
 
 
-class RangeCrossEntropy(torch.autograd.Function):
-    """As `ChunkedCrossEntropy`, of one range of several."""
+class RangeCrossEntropy(ChunkedCrossEntropy):
+    """`ChunkedCrossEntropy` for one range of several."""
 
     @staticmethod
-    def forward(
+    def forward(  # type: ignore[override]
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, rows: int, group: dist.ProcessGroup
     ) -> Tensor:
-        """targets (B,T) count from the first entry of the range: outside of 0 … V−1 they belong to another rank."""
+        """targets (B,T) count from the start of the range: outside 0 … V−1 they belong to another rank."""
         whole = all_gather_single(hidden.contiguous(), gather_dim=1, group=group).flatten(0, 1)  # (N,E)
         inside = (targets >= 0) & (targets < len(weight))
         loss, grad_whole, grad_weight = loss_and_gradients(
@@ -55,15 +55,9 @@ class RangeCrossEntropy(torch.autograd.Function):
             ctx.save_for_backward(wait_tensor(grad_hidden), grad_weight)
         return loss
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        """What the forward pass made, times the gradient of the loss."""
-        grad_hidden, grad_weight = ctx.saved_tensors
-        return grad_hidden * grad.to(grad_hidden.dtype), grad_weight * grad.to(grad_weight.dtype), None, None, None
-
 
 def over_ranges(log_partition: Tensor, chosen: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """The log-partition over all ranges, and the target's logit from the range that has it. Two of (rows,1)"""
+    """The log-partition over all ranges, and the target's logit from its range. Two of (rows,1)"""
     own = torch.stack([log_partition, chosen])  # (2,rows,1)
     every = all_gather_single(own, gather_dim=2, group=group)  # (2,rows,n)
     return every[0].logsumexp(-1, keepdim=True), every[1].sum(-1, keepdim=True)

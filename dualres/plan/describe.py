@@ -3,8 +3,8 @@
 from typing import Any
 
 from dualres.config.schema import Config
-from dualres.model.accounting import Traffic, flops_per_token, parameters, residual_traffic, state_bytes_per_token
-from dualres.model.decoder import build_decoder
+from dualres.model import accounting
+from dualres.model.decoder import Decoder, build_decoder
 from dualres.residual import registry
 from dualres.util.tables import table
 
@@ -31,7 +31,6 @@ def describe(config: Config) -> dict[str, Any]:
             }
         )
         first = last
-    count, flops, state = parameters(decoder), flops_per_token(decoder), state_bytes_per_token(decoder)
     return {
         "model": vars(config.model) | {"moe": vars(config.model.moe) if config.model.moe else None},
         "residual": {
@@ -45,14 +44,32 @@ def describe(config: Config) -> dict[str, Any]:
             "sees": [0 if block.pathway.keeps_history else len(places), len(places)],
             "parameters": sum(p.numel() for p in decoder.stack.readout.parameters()),
         },
-        "parameters": {**count._asdict(), "excluding_vocabulary": count.total - count.vocabulary},
-        "flops_per_token": {**flops._asdict(), "forward": flops.total, "training": 3 * flops.total},
-        "residual_state_bytes_per_token": {**state._asdict(), "dtype": "bfloat16"},
-        "residual_traffic": _traffic(config, residual_traffic(decoder)),
+        **counts(decoder),
+        "residual_state_bytes_per_token": {
+            **accounting.state_bytes_per_token(decoder)._asdict(),
+            "dtype": "bfloat16",
+        },
+        "residual_traffic": _traffic(config, accounting.residual_traffic(decoder)),
     }
 
 
-def _traffic(config: Config, moved: Traffic) -> dict[str, float]:
+def counts(decoder: Decoder) -> dict[str, dict[str, int]]:
+    count, flops = accounting.parameters(decoder), accounting.flops_per_token(decoder)
+    return {
+        "parameters": {**count._asdict(), "excluding_vocabulary": count.total - count.vocabulary},
+        "flops_per_token": {**flops._asdict(), "forward": flops.total, "training": 3 * flops.total},
+    }
+
+
+def parameter_lines(count: dict[str, int]) -> list[str]:
+    return [
+        f"parameters            {count['total']:,} with vocabulary, {count['excluding_vocabulary']:,} without",
+        f"  active per token    {count['active']:,}",
+        f"  residual pathway    {count['residual']:,} ({count['residual'] / count['excluding_vocabulary']:.3%})",
+    ]
+
+
+def _traffic(config: Config, moved: accounting.Traffic) -> dict[str, float]:
     """What the fused operators move of the streams, and how long an H800 needs for that at least."""
     unit = 2 * config.model.layers * config.model.width
     return {
@@ -98,9 +115,7 @@ def as_text(described: dict[str, Any], title: str) -> str:
     count, flops = described["parameters"], described["flops_per_token"]
     state, traffic = described["residual_state_bytes_per_token"], described["residual_traffic"]
     lines += [
-        f"parameters            {count['total']:,} with vocabulary, {count['excluding_vocabulary']:,} without",
-        f"  active per token    {count['active']:,}",
-        f"  residual pathway    {count['residual']:,} ({count['residual'] / count['excluding_vocabulary']:.3%})",
+        *parameter_lines(count),
         f"flops per token       {_short(flops['forward'])} forward, about {_short(flops['training'])} in training",
         f"  branches            {_short(flops['branches'])}",
         f"  attention           {_short(flops['attention'])} at the mean distance of context {model['context']}",

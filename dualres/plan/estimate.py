@@ -1,31 +1,38 @@
-"""A model on a mesh: memory, bytes sent and seconds of a step."""
+"""One model on one mesh with one engine: memory, communication and seconds of a step."""
 
+import dataclasses
 from typing import NamedTuple
 
-from dualres.config.schema import Config
+from dualres.config.schema import Config, ParallelConfig
 from dualres.parallel.mesh import Mesh
 from dualres.parallel.pipeline import micro_batches
-from dualres.plan.communication import Sent, handed_on, sent
-from dualres.plan.extrapolate import passes_of
+from dualres.plan.activations import passes_of
+from dualres.plan.communication import Communication, communication
 from dualres.plan.hardware import USABLE, Hardware
 from dualres.plan.local_model import Share
 from dualres.plan.memory import Memory, memory
-from dualres.plan.passes import Passes
-from dualres.plan.ranks import chunks_of, plain
-from dualres.plan.time import Seconds, cost_of, seconds
+from dualres.plan.stages import PipelineRank, pipeline_ranks
+from dualres.plan.time import StepSeconds, step_seconds, token_cost
 
 
-class Estimate(NamedTuple):
-    """What a plan says of one model on one mesh."""
+class StepEstimate(NamedTuple):
+    """Communication by pipeline rank and seconds of a step."""
 
-    mesh: Mesh
-    micro_batches: int  # of a data-parallel rank in a step
-    memory: tuple[Memory, ...]  # of each pipeline rank
-    sent: tuple[Sent, ...]
+    communication: tuple[Communication, ...]
     resent: tuple[int, ...]  # bytes that the pipeline would send if every boundary carried the whole history again
-    seconds: Seconds
+    seconds: StepSeconds
     tokens_per_second: float
-    utilisation: float  # of the peak, by the products that the model needs
+    utilization: float  # of the peak, by the products that the model needs
+
+
+class MeshEstimate(NamedTuple):
+    """What a plan says about one model on one mesh."""
+
+    config: Config
+    engine: str
+    mesh: Mesh
+    memory: tuple[Memory, ...]  # of each pipeline rank
+    step: StepEstimate | None  # for one process and FSDP2; DDP's and DeepSpeed's speed is not estimated
 
     @property
     def fullest(self) -> int:
@@ -33,40 +40,38 @@ class Estimate(NamedTuple):
         return max(range(len(self.memory)), key=lambda rank: self.memory[rank].total)
 
     @property
-    def loudest(self) -> int:
-        """The pipeline rank that sends most."""
-        return max(range(len(self.sent)), key=lambda rank: self.sent[rank].total)
+    def peak_memory(self) -> int:
+        """Bytes of the rank that holds most."""
+        return self.memory[self.fullest].total
+
+    @property
+    def micro_batches(self) -> int:
+        """Of a data-parallel rank in a step, with those that pad the batch."""
+        return micro_batches(self.config.train.global_batch, self.config.train.micro_batch, self.mesh)
 
     def fits(self, hardware: Hardware) -> bool:
-        """Whether every rank does."""
-        return self.memory[self.fullest].total <= USABLE * hardware.memory
+        return self.peak_memory <= USABLE * hardware.memory
 
 
-def engine_of(mesh: Mesh) -> str:
-    """One process needs no sharding."""
-    return "single" if mesh.processes == 1 else "fsdp2"
+def estimate(config: Config, engine: str, mesh: Mesh, hardware: Hardware) -> MeshEstimate:
+    # What is counted on the model alone is the same for every mesh, and counted once.
+    alone = dataclasses.replace(config, train=dataclasses.replace(config.train, parallel=ParallelConfig()))
+    passes = passes_of(alone, Share(mesh.tensor, mesh.expert_ranks), engine)
+    ranks = pipeline_ranks(config, engine, mesh, passes)
+    timed = engine == "fsdp2" or mesh.processes == 1
+    return MeshEstimate(config, engine, mesh, tuple(map(memory, ranks)), _step(ranks, hardware) if timed else None)
 
 
-def estimate(config: Config, mesh: Mesh, hardware: Hardware, passes: Passes | None = None) -> Estimate:
-    """By counted passes, or by those that are given."""
-    engine = engine_of(mesh)
-    if passes is None:
-        passes = passes_of(plain(config), Share(mesh.tensor, mesh.expert_ranks), engine)
-    ranks = chunks_of(config, mesh, keeps_history=passes.keeps_history)
-    naive = chunks_of(config, mesh, keeps_history=passes.keeps_history, resend=True)
-    held = [memory(config, mesh, chunks, passes, rank, engine) for rank, chunks in enumerate(ranks)]
-    said = [sent(config, mesh, chunks, passes, rank) for rank, chunks in enumerate(ranks)]
-    took = seconds(config, mesh, ranks, passes, said, hardware)
-    tokens, flops = config.train.global_batch * config.model.context, cost_of(config.model, config.residual).flops
-    rate, products = tokens / took.total, 3 * (flops.total - flops.residual)
-    count = micro_batches(config.train.global_batch, config.train.micro_batch, mesh)
-    return Estimate(
-        mesh,
-        count,
-        tuple(held),
-        tuple(said),
-        tuple(count * handed_on(chunks, passes) for chunks in naive),
-        took,
+def _step(ranks: list[PipelineRank], hardware: Hardware) -> StepEstimate:
+    config, engine, mesh, *_, passes = ranks[0]
+    resending = pipeline_ranks(config, engine, mesh, passes, resend=True)
+    seconds = step_seconds(ranks, hardware)
+    rate = config.train.global_batch * config.model.context / seconds.total
+    flops = token_cost(config.model, config.residual).flops
+    return StepEstimate(
+        tuple(map(communication, ranks)),
+        tuple(rank.micro_batches * rank.between_stages for rank in resending),
+        seconds,
         rate,
-        products * rate / (mesh.processes * hardware.peak_flops),
+        3 * (flops.total - flops.residual) * rate / (mesh.processes * hardware.peak_flops),
     )

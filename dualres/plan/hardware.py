@@ -1,18 +1,19 @@
-"""What a plan assumes of the machines. The defaults are the data sheet of an H100 SXM; nothing here was measured."""
+"""What a plan assumes about GPUs and links. The defaults are the data sheet of an H100 SXM; nothing was measured."""
 
+import math
 from typing import NamedTuple
 
 GIB = 2**30
-USABLE = 0.9  # of a GPU's memory: its driver, NCCL and the allocator's fragments have the rest
+USABLE = 0.9  # of a GPU's memory: the rest is for its driver, NCCL and allocator fragmentation
 
 
 class Hardware(NamedTuple):
     """One GPU and what connects it. Bytes, flops and seconds."""
 
-    memory: float = 80 * GIB
+    memory: float = math.inf  # not given
     node_size: int = 8  # GPUs that share the fast links
     peak_flops: float = 989e12  # bfloat16, dense
-    utilisation: float = 0.5  # of it that matrix products reach, with what lies between them
+    utilization: float = 0.5  # share of it that matrix products reach, with what lies between them
     memory_bandwidth: float = 3.35e12
     node_bandwidth: float = 450e9  # to the others of its node, in each direction
     network_bandwidth: float = 50e9  # of its own network card, in each direction
@@ -28,20 +29,19 @@ class Hardware(NamedTuple):
         return min(self.node_bandwidth, inside * self.network_bandwidth)
 
     def exchange_seconds(self, sent: int, ranks: int) -> float:
-        """Of an exchange of every rank with every other, of neighbours that fill nodes first."""
+        """Of an all-to-all among neighbors that fill nodes first."""
         if ranks <= self.node_size:
             return sent / self.node_bandwidth
         away = (ranks - self.node_size) / (ranks - 1)
         return max(sent * away / self.network_bandwidth, sent * (1 - away) / self.node_bandwidth)
 
     def next_stage(self, processes: int) -> float:
-        """Bytes per second between pipeline ranks: on several nodes some stage sends to another, and sets the pace."""
+        """Bytes per second between pipeline ranks: the stage that sends to another node sets the pace."""
         return self.node_bandwidth if processes <= self.node_size else self.network_bandwidth
 
     def describe(self) -> str:
-        """The assumptions, in words."""
         return (
-            f"{self.memory / GIB:g} GiB, {self.peak_flops / 1e12:g} Tflop/s of which matrix products reach "
-            f"{self.utilisation:.0%}, memory {self.memory_bandwidth / 1e12:g} TB/s; nodes of {self.node_size}, "
+            f"{self.peak_flops / 1e12:g} Tflop/s of which matrix products reach "
+            f"{self.utilization:.0%}, memory {self.memory_bandwidth / 1e12:g} TB/s; nodes of {self.node_size}, "
             f"{self.node_bandwidth / 1e9:g} GB/s inside, {self.network_bandwidth / 1e9:g} GB/s per GPU between them"
         )

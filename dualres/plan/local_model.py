@@ -1,7 +1,7 @@
-"""One rank's share of a model: the modules with the sizes that they have there, without weights and without the others.
+"""One rank's share of a model: modules with the sizes that they have there, on the meta device and without other ranks.
 
-Attention heads, hidden units and vocabulary are divided by the tensor group, experts by the ranks that share them.
-What arrives from other ranks is an empty tensor of the right shape, so that a pass can be counted and not computed.
+A tensor group divides attention heads, hidden units and vocabulary; the ranks that share experts divide these.
+What arrives from other ranks is an empty tensor of the right shape, so that a pass can be counted without running it.
 """
 # B batch  T tokens  D width  E experts  W ranks that share the experts
 
@@ -18,8 +18,6 @@ from dualres.model.feedforward import FeedForward
 from dualres.model.loss import loss_and_gradients
 from dualres.model.moe import Experts, LocalExperts, MoE
 
-CUT = (Attention, FeedForward)  # branches whose weights a tensor group divides
-
 
 class Share(NamedTuple):
     """What a rank has of a model."""
@@ -29,7 +27,7 @@ class Share(NamedTuple):
 
 
 def part_of(size: int, ranks: int) -> int:
-    """What leaves a rank in a gather, a scatter or an exchange of `size` bytes in all: every part but its own."""
+    """What a rank sends in a gather, a scatter or an all-to-all of `size` bytes in all: every part but its own."""
     return size * (ranks - 1) // ranks
 
 
@@ -40,20 +38,19 @@ class Wire:
         self.ranks, self.sent = ranks, 0
 
     def carry(self, size: int) -> None:
-        """A gather, a scatter or an exchange of `size` bytes in all."""
+        """A gather, a scatter or an all-to-all of `size` bytes in all."""
         self.sent += part_of(size, self.ranks)
 
 
-class Local(NamedTuple):
-    """The decoder of one rank, on the meta device, and what it talks over."""
+class LocalModel(NamedTuple):
+    """The decoder of one rank, on the meta device, and what it sends over."""
 
     decoder: Decoder  # takes whole sequences of tokens and gives T / tensor states
     tensor: Wire
     experts: Wire
 
 
-def local_decoder(model: ModelConfig, residual: ResidualConfig, share: Share) -> Local:
-    """What a rank has of a decoder."""
+def local_model(model: ModelConfig, residual: ResidualConfig, share: Share) -> LocalModel:
     n = share.tensor
     ffn_width = None if model.ffn_width is None else model.ffn_width // n
     cut = dataclasses.replace(
@@ -75,31 +72,29 @@ def local_decoder(model: ModelConfig, residual: ResidualConfig, share: Share) ->
 
     for module in decoder.modules():
         if isinstance(module, MoE):
-            module.placement = Elsewhere(tensor, experts)
+            module.placement = MetaExperts(tensor, experts)
             for name in module.matrices if share.experts > 1 else ():
                 whole: Tensor = getattr(module, name)
                 setattr(module, name, nn.Parameter(whole[: module.experts // share.experts].detach().clone()))
-        elif n > 1 and isinstance(module, CUT):
+        elif n > 1 and isinstance(module, (Attention, FeedForward)):
             module.register_forward_pre_hook(gathered)
             module.register_forward_hook(scattered)
     if n > 1:
         decoder.vocabulary.table.register_forward_hook(scattered)
-    return Local(decoder, tensor, experts)
+    return LocalModel(decoder, tensor, experts)
 
 
-class Elsewhere(LocalExperts):
-    """Experts that the others have too: as many rows arrive as leave, which is the mean over ranks."""
+class MetaExperts(LocalExperts):
+    """Expert parallelism without other ranks: as many rows arrive as leave, which is the mean over ranks."""
 
     def __init__(self, tensor: Wire, experts: Wire):
         self.tensor, self.experts, self.shards = tensor, experts, tensor.ranks
 
     def total(self, assigned: Tensor) -> Tensor:
-        """(E,) -> (E,)"""
         self.tensor.carry(2 * assigned.nbytes)  # a sum is a scatter and a gather
         return assigned.clone() if self.shards > 1 else assigned
 
     def apply(self, experts: Experts, rows: Tensor, assigned: Tensor) -> Tensor:
-        """(M,D), (E,) -> (M,D)"""
         if self.experts.ranks == 1:
             return experts(rows, assigned)
         self.experts.carry(assigned.nbytes)
@@ -112,7 +107,7 @@ class Elsewhere(LocalExperts):
 
 
 class Exchange(torch.autograd.Function):
-    """What a collective returns: another tensor, with `size` entries along `dim`, and the same on the way back."""
+    """What a collective returns: a new tensor with `size` entries along `dim`; likewise in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, size: int, wire: Wire) -> Tensor:
@@ -124,7 +119,6 @@ class Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        """(B,size,D) -> (B,T,D)"""
         back = resized(grad, ctx.dim, ctx.size)
         ctx.wire.carry(max(grad.nbytes, back.nbytes))
         return back, None, None, None
@@ -136,7 +130,7 @@ def resized(x: Tensor, dim: int, size: int) -> Tensor:
 
 
 class RangeLoss(torch.autograd.Function):
-    """The loss over a range of the vocabulary: hidden states of the whole sequence for a while, the share's kept."""
+    """The loss over one rank's range of the vocabulary: gathers the hidden states of the whole sequence for a while."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, rows: int) -> Tensor:
@@ -148,6 +142,5 @@ class RangeLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        """The gradients that were made in the forward pass."""
         hidden, weight = ctx.saved_tensors
         return hidden * grad.to(hidden.dtype), weight * grad.to(weight.dtype), None, None

@@ -1,164 +1,160 @@
-"""Memory of one rank on a mesh, by part. The sum is the peak.
+"""Memory of one rank by part, for every engine and mesh. The sum is the peak.
 
 Without a pipeline FSDP2 holds the gathered weights of two blocks and the root's; with one, all weights and gradients of
-a rank's chunks stay gathered through a step, and several micro-batches are on their way.
+a rank's chunks stay gathered through a step, and several micro-batches are in flight. `torch.compile` keeps fewer
+activations; workspaces of kernels, NCCL's buffers and allocator fragmentation are not counted.
 """
 
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from dualres.config.schema import Config
-from dualres.parallel.mesh import Mesh
-from dualres.parallel.pipeline import micro_batches
-from dualres.plan.passes import Kept, Passes
-from dualres.plan.ranks import Chunk
-from dualres.plan.run_memory import CASTING, FLOAT32, WIDTH
-from dualres.plan.schedule import Flight, Held, actions_of, in_flight
-from dualres.plan.weights import Unit
+from dualres.plan.activations import PartBytes
+from dualres.plan.pipeline_schedule import ChunkBytes, InFlight, in_flight
+from dualres.plan.stages import PipelineRank, elements
+
+FLOAT32 = 4  # bytes
+DEEPSPEED_BUCKET, DEEPSPEED_GATHERED = 500_000_000, 1_000_000_000  # elements: its defaults
 
 
 class Memory(NamedTuple):
-    """Bytes of one rank at its fullest moment."""
+    """Bytes of one rank at the peak of a step."""
 
-    weights: int  # float32, this rank's shards
-    gathered: int  # in use, in the precision of the products
-    gradients: int  # float32, shards
-    whole_gradients: int  # before every rank takes its share
-    optimizer: int  # AdamW's two moments
-    activations: int
-    history: int  # states that this rank has made
-    live: int  # streams inside blocks, and states of methods without history
-    pipeline: int  # states received, gradients of states, and what was sent as long as the schedule holds it
-    loss: int  # gradients of hidden states and output weights
-    work: int  # at most for a moment: logits, or a block's backward pass
+    weights: int = 0
+    gathered_weights: int = 0
+    gradients: int = 0
+    reduced_gradients: int = 0
+    optimizer: int = 0
+    activations: int = 0
+    history: int = 0
+    live_streams: int = 0
+    pipeline: int = 0
+    loss: int = 0
+    work: int = 0
 
     @property
     def total(self) -> int:
-        """The peak."""
         return sum(self)
 
 
-WHAT = {
-    "weights": "float32, sharded",
-    "gathered": "weights in use",
-    "gradients": "float32, sharded",
-    "whole_gradients": "before each rank takes its share",
-    "optimizer": "AdamW's moments, float32, sharded",
+DESCRIPTIONS = {
+    "weights": "stored by this rank",
+    "gathered_weights": "in use",
+    "gradients": "stored by this rank",
+    "reduced_gradients": "being summed over ranks",
+    "optimizer": "AdamW state, float32",
     "activations": "kept by branches",
     "history": "states H_0 … H_b made here",
-    "live": "streams and branch outputs",
-    "pipeline": "states and gradients on their way",
+    "live_streams": "streams and branch outputs",
+    "pipeline": "states and gradients sent and received",
     "loss": "gradients of its inputs",
-    "work": "logits or a block's backward",
+    "work": "temporary: logits or a block's backward pass",
 }
 
 
-def memory(
-    config: Config, mesh: Mesh, chunks: tuple[Chunk, ...], passes: Passes, rank: int, engine: str = "fsdp2"
-) -> Memory:
-    """Of the first rank with this place in the pipeline."""
-    everything = [weight for chunk in chunks for weight in chunk.weights.all]
-    shards = sum(weight.shard(mesh) for weight in everything) * FLOAT32
-    held = {"weights": shards, "gradients": shards, "optimizer": 2 * shards + len(everything) * FLOAT32}
-    width = WIDTH[config.train.precision]
-    if mesh.pipeline == 1:
-        return Memory(**held, **_sharded(chunks[0], width, engine), **_alone(chunks[0], passes))
-    return Memory(**held, **_on_their_way(config, mesh, chunks, passes, rank))
+def memory(rank: PipelineRank) -> Memory:
+    """Of a rank with this place in the pipeline."""
+    if rank.mesh.pipeline > 1:
+        return _pipelined(rank)
+    passes, (chunk,) = rank.passes, rank.chunks
+    # What the readout keeps is gone when the blocks run backward.
+    back = max(block.work for block in passes.blocks) - passes.end.kept
+    return _with_kept(held_by_engine(rank), chunk.kept)._replace(loss=chunk.loss, work=max(passes.logits, back, 0))
 
 
-def least_memory(mesh: Mesh, chunks: tuple[Chunk, ...], width: int, engine: str) -> int:
-    """Bytes that a rank holds at least, whatever its micro-batches keep: of a pipeline, when a chunk has gone back."""
-    state = 4 * FLOAT32 * sum(weight.shard(mesh) for chunk in chunks for weight in chunk.weights.all)
-    if mesh.pipeline == 1:
-        return state + sum(_sharded(chunks[0], width, engine).values())
-    return state + min(
-        width * sum(map(_whole, chunk.weights.units)) + FLOAT32 * sum(map(_whole, chunk.weights.blocks[1:]))
-        for chunk in chunks
+def held_by_engine(rank: PipelineRank) -> Memory:
+    """Weights, gradients and optimizer state, with what an engine adds; in a pipeline, without gathered weights."""
+    config, mesh, width = rank.config, rank.mesh, rank.width
+    count = sum(weight.elements for weight in rank.weights)
+    if rank.engine == "deepspeed":
+        stage, share = config.train.parallel.zero_stage, -(-count // mesh.data)
+        return Memory(
+            weights=width * (share if stage == 3 else count),
+            gathered_weights=width * min(count, DEEPSPEED_GATHERED) if stage == 3 else 0,
+            gradients=width * (share if stage >= 2 else 2 * count),  # of this micro-batch and of those before
+            reduced_gradients=width * DEEPSPEED_BUCKET,
+            optimizer=3 * FLOAT32 * share,
+        )
+    sharded = rank.engine == "fsdp2"
+    own = FLOAT32 * (sum(weight.shard(mesh) for weight in rank.weights) if sharded else count)
+    held = Memory(weights=own, gradients=own, optimizer=2 * own + FLOAT32 * len(rank.weights))  # and a count per tensor
+    if sharded and mesh.pipeline == 1:
+        (chunk,) = rank.chunks
+        blocks = sorted(map(elements, chunk.units))
+        gathered = width * (elements(chunk.root) + sum(blocks[-2:]))
+        return held._replace(gathered_weights=gathered, reduced_gradients=FLOAT32 * blocks[-1])
+    return held._replace(reduced_gradients=own) if rank.engine == "ddp" else held
+
+
+def least_memory(rank: PipelineRank) -> int:
+    """A lower bound, whatever micro-batches keep: in a pipeline, when one chunk has run backward."""
+    held = held_by_engine(rank).total
+    if rank.mesh.pipeline == 1:
+        return held
+    return held + min(
+        rank.width * elements(*chunk.units, chunk.root) + FLOAT32 * elements(*chunk.units[1:]) for chunk in rank.chunks
     )
 
 
-def _sharded(chunk: Chunk, width: int, engine: str) -> dict[str, int]:
-    """Of two blocks at a time."""
-    if engine not in CASTING:
-        return {"gathered": 0, "whole_gradients": 0}
-    blocks = sorted(_whole(unit) for unit in chunk.weights.blocks)
-    gathered = (_whole(chunk.weights.root) + sum(blocks[-2:])) * width
-    return {"gathered": gathered, "whole_gradients": blocks[-1] * FLOAT32}
+def _with_kept(held: Memory, kept: PartBytes) -> Memory:
+    return held._replace(activations=kept.activations, history=kept.history, live_streams=kept.live)
 
 
-def _whole(unit: Unit) -> int:
-    return sum(weight.elements for weight in unit)
-
-
-def _alone(chunk: Chunk, passes: Passes) -> dict[str, int]:
-    """One micro-batch at a time, in a whole model."""
-    kept = chunk.kept(passes).plus(Kept(passes.loss), -1)
-    by_readout = passes.end.total  # gone when the blocks' turn comes
-    back = max(back.work for back in passes.backward) - by_readout
-    return {**kept._asdict(), "pipeline": 0, "loss": passes.loss, "work": max(passes.logits, back, 0)}
-
-
-def _on_their_way(config: Config, mesh: Mesh, chunks: tuple[Chunk, ...], passes: Passes, rank: int) -> dict[str, int]:
-    """Several micro-batches, at the fullest moment of the last one's way back."""
-    train = config.train
-    count = micro_batches(train.global_batch, train.micro_batch, mesh)
-    held = {chunk.number: _held(chunk, passes, mesh) for chunk in chunks}
-    flight = in_flight(actions_of(mesh, count, rank), mesh.pipeline, held)
-    kept, received, losses = Kept(), 0, 0
-    for chunk in chunks:
-        times, loss = flight.kept[chunk.number], passes.loss if chunk.leaving is None else 0
-        losses += loss * times
-        kept = kept.plus(chunk.kept(passes).plus(Kept(loss), -1), times)
-        received += chunk.received(passes) * times + held[chunk.number].left * flight.left[chunk.number]
-        received += held[chunk.number].done * flight.done[chunk.number]
-    received += max(chunk.sent(passes) for chunk in chunks)
-    if mesh.virtual > 1:  # the interleaved schedule asks for the next states before it needs them
-        received += max(chunk.received(passes) for chunk in chunks)
-    width = WIDTH[train.precision]
-    moments = _back(chunks, passes, width, flight)
-    moment = max(moments, key=lambda moment: moment.gathered + moment.whole + moment.work - moment.freed.total)
-    return {
-        **kept.plus(moment.freed, -1)._asdict(),
-        "gathered": moment.gathered,
-        "whole_gradients": moment.whole,
-        "pipeline": received,
-        "loss": losses,
-        "work": moment.work,
+def _pipelined(rank: PipelineRank) -> Memory:
+    """With several micro-batches in flight, at the peak of the last one's backward pass."""
+    chunks, several = rank.chunks, rank.mesh.virtual > 1
+    # PyTorch's interleaved schedule frees what it has sent, states and gradients, when a step ends.
+    sizes = {
+        c.number: ChunkBytes(c.kept.kept + c.loss + c.received, c.left, c.sent + c.received if several else 0)
+        for c in chunks
     }
+    flight = in_flight(rank.actions, rank.mesh.pipeline, sizes)
+    kept, moved, losses = PartBytes(), max(chunk.sent for chunk in chunks), 0
+    for chunk in chunks:
+        times, size = flight.kept[chunk.number], sizes[chunk.number]
+        kept = kept.plus(chunk.kept, times)
+        losses += chunk.loss * times
+        moved += chunk.received * times
+        moved += size.left * flight.left[chunk.number] + size.done * flight.done[chunk.number]
+    if several:  # the interleaved schedule asks for the next states before it needs them
+        moved += max(chunk.received for chunk in chunks)
+    moments = _backward_moments(rank, flight)
+    moment = max(moments, key=lambda moment: moment.gathered + moment.gradients + moment.work - moment.freed.kept)
+    return _with_kept(held_by_engine(rank), kept.plus(moment.freed, -1))._replace(
+        gathered_weights=moment.gathered,
+        reduced_gradients=moment.gradients,
+        pipeline=moved,
+        loss=losses,
+        work=moment.work,
+    )
 
 
-def _held(chunk: Chunk, passes: Passes, mesh: Mesh) -> Held:
-    """PyTorch's interleaved schedule lets go of what it has sent, states and gradients, when a step ends."""
-    sent = chunk.sent(passes) + chunk.received(passes) if mesh.virtual > 1 else 0
-    return Held(chunk.kept(passes).total + chunk.received(passes), chunk.left(passes), sent)
+class BackwardMoment(NamedTuple):
+    """Bytes at one moment of a micro-batch's backward pass."""
 
-
-class Moment(NamedTuple):
-    """While a micro-batch goes back, bytes."""
-
-    gathered: int
-    whole: int  # gradients
+    gathered: int  # weights
+    gradients: int  # whole, of weights
     work: int
-    freed: Kept  # by the blocks that have gone back
+    freed: PartBytes  # by the blocks that have run
 
 
-def _back(chunks: tuple[Chunk, ...], passes: Passes, width: int, flight: Flight) -> Iterator[Moment]:
-    """Weights that were given back after the forward pass are gathered again, block by block, and stay."""
-    (chunk,) = (chunk for chunk in chunks if chunk.number == flight.coming)
-    others = [other for other in chunks if other is not chunk]
-    last = chunk.leaving is None
-    blocks = [_whole(unit) for unit in chunk.weights.blocks]
-    root, everything = _whole(chunk.weights.root), sum(map(_whole, chunk.weights.units))
-    gathered = root + sum(_whole(o.weights.root) for o in others)
-    gathered += sum(sum(map(_whole, o.weights.blocks)) for o in others if o.number in flight.gathered)
-    summed = sum(sum(map(_whole, o.weights.units)) for o in others if o.number in flight.summed)
-    again = chunk.number in flight.summed
+def _backward_moments(rank: PipelineRank, flight: InFlight) -> Iterator[BackwardMoment]:
+    """Weights that were resharded after the forward pass are gathered again, block by block, and stay."""
+    (chunk,) = (chunk for chunk in rank.chunks if chunk.number == flight.coming)
+    others = [other for other in rank.chunks if other is not chunk]
+    last, blocks, passes = chunk.leaving is None, [elements(unit) for unit in chunk.units], rank.passes
+    gathered = elements(*(each.root for each in rank.chunks))
+    gathered += sum(elements(*other.units) for other in others if other.number in flight.gathered)
+    summed = sum(elements(*other.units, other.root) for other in others if other.number in flight.summed)
+    again = chunk.number in flight.summed  # an earlier micro-batch has left its gradients
+    everything = summed + elements(*chunk.units, chunk.root)
     if last:
-        whole = summed + (everything if again else 0)
-        yield Moment((gathered + sum(sorted(blocks)[-2:])) * width, whole * FLOAT32, passes.logits, Kept())
-    freed = passes.end if last else Kept()
+        there = gathered + sum(sorted(blocks)[-2:])
+        whole = everything if again else summed
+        yield BackwardMoment(rank.width * there, FLOAT32 * whole, passes.logits, PartBytes())
+    freed, root = (passes.end, elements(chunk.root)) if last else (PartBytes(), 0)
     for at in reversed(range(len(blocks))):
-        there = gathered + sum(blocks[max(0, at - 1) :])  # the next is on its way
-        whole = summed + (everything if again else sum(blocks[at + 1 :]) + root * last)  # its own are in its work
-        yield Moment(there * width, whole * FLOAT32, passes.backward[chunk.blocks[at]].work, freed)
-        freed = freed.plus(passes.blocks[chunk.blocks[at]])
+        there = gathered + sum(blocks[max(0, at - 1) :])  # with the next, which is being gathered
+        whole = everything if again else summed + sum(blocks[at + 1 :]) + root  # its own are in its work
+        part = passes.blocks[chunk.blocks[at]]
+        yield BackwardMoment(rank.width * there, FLOAT32 * whole, part.work, freed)
+        freed = freed.plus(part)

@@ -1,27 +1,27 @@
-"""The fastest mesh that fits, of all that the model can be cut along, by the estimate of a mesh that is given.
+"""The fastest mesh that fits, and what to change where a plan does not fit.
 
-Meshes are visited in the order of the seconds that they take at least. When those of the next are more than the best
-one takes, it is the best of all.
+Meshes are visited in the order of a lower bound of their seconds: when the bound of the next is above the time of the
+best one so far, that is the best of all.
 """
 
 import dataclasses
 import math
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Set
+from typing import Any, NamedTuple
 
 from dualres.config.schema import Config, ConfigError, ParallelConfig, TrainConfig
 from dualres.config.validation import divisors
 from dualres.model.activation_checkpointing import Recompute
 from dualres.parallel.mesh import Mesh, block_count, mesh_of
-from dualres.plan.communication import sent
-from dualres.plan.estimate import Estimate, estimate
+from dualres.plan.activations import PartBytes, Passes
+from dualres.plan.estimate import MeshEstimate, estimate
 from dualres.plan.hardware import GIB, USABLE, Hardware
 from dualres.plan.local_model import part_of
 from dualres.plan.memory import least_memory
-from dualres.plan.passes import Back, Kept, Passes, Talk
-from dualres.plan.ranks import chunks_of
-from dualres.plan.run_memory import WIDTH
-from dualres.plan.time import cost_of, seconds
+from dualres.plan.stages import pipeline_ranks
+from dualres.plan.time import step_seconds, token_cost
+from dualres.train.engines.build import engine_mesh
+from dualres.train.preflight import Check, engine_or_asked
 from dualres.util.progress import Show, silent
 
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")  # from fast to small
@@ -29,42 +29,31 @@ MOST_VIRTUAL = 4
 MOST_MICRO_BATCH = 8  # sequences, of a dense model
 
 
-class Fixed(NamedTuple):
-    """What the user has said, and is not searched."""
-
-    micro_batch: bool
-    recompute: bool
-
-
-class Chosen(NamedTuple):
-    """A config that says its mesh, and what it costs."""
-
-    config: Config
-    estimate: Estimate
-
-
-class Row(NamedTuple):
-    """A config that says its mesh, before its passes are counted."""
+class Candidate(NamedTuple):
+    """A config that names its mesh, with lower bounds."""
 
     config: Config
     mesh: Mesh
-    seconds: float  # at least
-    memory: int  # at least
+    seconds: float
+    memory: int
 
 
-def choose(config: Config, processes: int, hardware: Hardware, fixed: Fixed, show: Show = silent) -> Chosen:
-    """The fastest of those that fit `USABLE` of a GPU; an error says what the smallest would need.
+def choose(
+    config: Config, processes: int, hardware: Hardware, fixed: Set[str] = frozenset(), show: Show = silent
+) -> MeshEstimate:
+    """The fastest that fits `USABLE` of a GPU; an error says what the smallest would need.
 
-    Of equally fast ones that with the recipe's micro-batch, else with the largest.
+    Of equally fast ones, that with the recipe's micro-batch, else with the largest. `fixed` settings of `train`, of
+    micro_batch and recompute, stay as they are.
     """
 
     def order(train: TrainConfig, seconds: float) -> tuple[float, bool, int]:
-        """Better ones first; seconds that differ by rounding are the same."""
+        """Better ones first; seconds that differ by rounding are equal."""
         return float(f"{seconds:.9g}"), train.micro_batch != config.train.micro_batch, -train.micro_batch
 
-    show(f"{processes:,} {'GPU' if processes == 1 else 'GPUs'}: how they can be cut")
-    found = [(order(row.config.train, row.seconds), row) for row in rows(config, processes, hardware, fixed)]
-    best: tuple[tuple[float, bool, int], Chosen] | None = None
+    show(f"{processes:,} {'GPU' if processes == 1 else 'GPUs'}: possible meshes")
+    found = [(order(row.config.train, row.seconds), row) for row in candidates(config, processes, hardware, fixed)]
+    best: tuple[tuple[float, bool, int], MeshEstimate] | None = None
     least = math.inf
     for number, (bound, row) in enumerate(sorted(found, key=lambda pair: pair[0]), 1):
         if best is not None and bound >= best[0]:
@@ -73,10 +62,11 @@ def choose(config: Config, processes: int, hardware: Hardware, fixed: Fixed, sho
         if held <= USABLE * hardware.memory:
             what = f"micro-batch {train.micro_batch}, recompute {train.recompute}"
             show(f"{number:,} of {len(found):,} at most: {row.mesh.describe()}, {what}")
-            made = estimate(row.config, row.mesh, hardware)
-            held, place = made.memory[made.fullest].total, order(train, made.seconds.total)
+            made = estimate(row.config, train.engine, row.mesh, hardware)
+            assert made.step is not None
+            held, place = made.peak_memory, order(train, made.step.seconds.total)
             if made.fits(hardware) and (best is None or place < best[0]):
-                best = place, Chosen(row.config, made)
+                best = place, made
         least = min(least, held)
     if best is not None:
         return best[1]
@@ -92,60 +82,55 @@ def choose(config: Config, processes: int, hardware: Hardware, fixed: Fixed, sho
     )
 
 
-def rows(config: Config, processes: int, hardware: Hardware, fixed: Fixed) -> Iterator[Row]:
-    """Every mesh and micro-batch with every recomputation, and what can be said without counting passes."""
-    for candidate, mesh in candidates(config, processes, hardware, fixed):
-        passes = least_passes(candidate, mesh)
-        ranks = chunks_of(candidate, mesh, keeps_history=passes.keeps_history)
-        said = [sent(candidate, mesh, chunks, passes, rank) for rank, chunks in enumerate(ranks)]
-        width = WIDTH[candidate.train.precision]
-        held = max(least_memory(mesh, chunks, width, candidate.train.engine) for chunks in ranks)
-        for recompute in [config.train.recompute] if fixed.recompute else RECOMPUTE:
-            train = dataclasses.replace(candidate.train, recompute=recompute)
-            settled = dataclasses.replace(candidate, train=train)
-            yield Row(settled, mesh, seconds(settled, mesh, ranks, passes, said, hardware).total, held)
+def candidates(config: Config, processes: int, hardware: Hardware, fixed: Set[str]) -> Iterator[Candidate]:
+    """Every possible mesh with every micro-batch that the recipe allows and every recomputation."""
+    for cut, mesh in _meshes(config, processes, hardware, fixed):
+        ranks = pipeline_ranks(cut, cut.train.engine, mesh, _least_passes(cut, mesh))
+        held = max(map(least_memory, ranks))
+        for recompute in [config.train.recompute] if "recompute" in fixed else RECOMPUTE:
+            candidate = with_train(cut, recompute=recompute)
+            seconds = step_seconds([rank._replace(config=candidate) for rank in ranks], hardware)
+            yield Candidate(candidate, mesh, seconds.total, held)
 
 
-def least_passes(config: Config, mesh: Mesh) -> Passes:
+def with_train(config: Config, **settings: Any) -> Config:
+    """The config with other settings of `train`."""
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, **settings))
+
+
+def _least_passes(config: Config, mesh: Mesh) -> Passes:
     """What must be sent, by the shapes of the model: no byte is kept, and nothing is sent again."""
-    model, train, cost = config.model, config.train, cost_of(config.model, config.residual)
-    stream = train.micro_batch * model.context * model.width * WIDTH[train.precision]
+    model, train, cost = config.model, config.train, token_cost(config.model, config.residual)
+    width = 2 if train.precision == "bf16" else 4
+    stream = train.micro_batch * model.context * model.width * width
     tensor = part_of(stream, mesh.tensor) * (2 if model.moe is None else 1)  # an MoE branch gathers nothing
     rows = part_of(stream // mesh.tensor * model.moe.active, mesh.expert_ranks) if model.moe else 0
-    layers = [branches // 2 for branches in cost.branches]
-    talk = tuple(Talk(2 * n * tensor, 2 * n * rows) for n in layers)
+    layer = PartBytes(tensor=4 * tensor, experts=4 * rows)  # twice forward, twice backward
     return Passes(
         shared=0,
-        start=Kept(),
-        blocks=(Kept(),) * len(layers),
-        end=Kept(),
+        start=PartBytes(),
+        blocks=tuple(PartBytes().plus(layer, branches // 2) for branches in cost.branches),
+        end=PartBytes(),
         loss=0,
         logits=0,
-        forward=talk,
-        backward=tuple(Back(0, sent) for sent in talk),
         stream=stream // mesh.tensor,
         streams=cost.streams,
         keeps_history=cost.keeps_history,
     )
 
 
-def candidates(config: Config, processes: int, hardware: Hardware, fixed: Fixed) -> Iterator[tuple[Config, Mesh]]:
-    """Every mesh that can be, with every micro-batch that the recipe allows. Larger tensor groups come last."""
+def _meshes(config: Config, processes: int, hardware: Hardware, fixed: Set[str]) -> Iterator[tuple[Config, Mesh]]:
+    """Larger tensor groups come last."""
     for parallel in _parallels(config, processes, hardware):
         for micro_batch in _micro_batches(config, fixed):
-            train = dataclasses.replace(
-                config.train,
-                micro_batch=micro_batch,
-                parallel=parallel,
-                engine="single" if processes == 1 else "fsdp2",
-            )
+            engine = "single" if processes == 1 else "fsdp2"
             try:
-                made = dataclasses.replace(config, train=train)
-                mesh = mesh_of(made, processes)
+                cut = with_train(config, micro_batch=micro_batch, parallel=parallel, engine=engine)
+                mesh = mesh_of(cut, processes)
             except ConfigError:
                 continue
-            if made.train.global_batch >= micro_batch * mesh.data:
-                yield made, mesh
+            if cut.train.global_batch >= micro_batch * mesh.data:
+                yield cut, mesh
 
 
 def _parallels(config: Config, processes: int, hardware: Hardware) -> Iterator[ParallelConfig]:
@@ -159,10 +144,10 @@ def _parallels(config: Config, processes: int, hardware: Hardware) -> Iterator[P
                     yield ParallelConfig(tensor, pipeline, virtual, expert, sequence_parallel=tensor > 1)
 
 
-def _micro_batches(config: Config, fixed: Fixed) -> list[int]:
+def _micro_batches(config: Config, fixed: Set[str]) -> list[int]:
     """Routers balance each micro-batch, so that of a sparse model is part of its recipe."""
     train = config.train
-    if fixed.micro_batch or config.model.moe is not None:
+    if "micro_batch" in fixed or config.model.moe is not None:
         return [train.micro_batch]
     return sorted({train.micro_batch, *(n for n in divisors(train.global_batch) if n <= MOST_MICRO_BATCH)})
 
@@ -175,3 +160,52 @@ def _enough(config: Config, processes: int, hardware: Hardware) -> int:
         if processes % (p.tensor * p.pipeline) == 0
     ]
     return config.train.micro_batch * min(ranks)
+
+
+def check_memory(made: MeshEstimate, hardware: Hardware) -> Check:
+    """Whether the rank that holds most fits, and otherwise the first change that makes it fit."""
+    config, ranks = made.config, made.mesh.processes
+    needed, limit = f"{made.peak_memory / GIB:.1f} GiB", f"{USABLE:.0%} of {hardware.memory / GIB:g} GiB"
+    if hardware.memory == math.inf:
+        return Check("memory", "note", f"{needed} on each rank: give --gpu-memory GIB to compare")
+    if made.fits(hardware):
+        return Check("memory", "ok", f"{needed} fits {limit}")
+    found = f"{needed} does not fit {limit}"
+    for change, changed, more in _changes(config, ranks):
+        try:
+            smaller = estimate(changed, engine_or_asked(changed, more), engine_mesh(changed, more), hardware)
+        except ConfigError:
+            continue
+        if not smaller.fits(hardware):
+            continue
+        remedy = f"use {change}, {smaller.peak_memory / GIB:.1f} GiB"
+        # What recomputation alone can save, a compiler may save too.
+        alone = changed == with_train(config, recompute=changed.train.recompute) and more == ranks
+        if config.train.compile != "off" and alone:
+            held = made.memory[made.fullest]
+            kept = (held.activations + held.history + held.live_streams) / GIB
+            saved = f"train.compile={config.train.compile} keeps fewer activations than the {kept:.1f} GiB counted"
+            return Check("memory", "note", f"{found}, but {saved}; if it fails, {remedy}")
+        return Check("memory", "problem", f"{found}: {remedy}")
+    none = "no sharding, recomputation, micro-batch or number of GPUs up to 8 times as many is enough"
+    return Check("memory", "problem", f"{found}: {none}")
+
+
+def _changes(config: Config, ranks: int) -> Iterator[tuple[str, Config, int]]:
+    """What makes a rank hold less: on the same GPUs, the cheapest in time first; then on more."""
+    steps: list[dict[str, Any]] = [{"engine": "fsdp2"}] if config.train.engine == "ddp" else []
+    steps += [{"recompute": how} for how in RECOMPUTE[RECOMPUTE.index(config.train.recompute) + 1 :]]
+    if config.train.micro_batch > 1 and config.model.moe is None:  # routers balance each micro-batch
+        steps.append({"micro_batch": 1})
+    settings: dict[str, Any] = {}
+    change, least = "", config
+    for step in steps:
+        settings |= step
+        change = " with ".join(f"train.{key}={value}" for key, value in reversed(settings.items()))
+        least = with_train(config, **settings)
+        yield change, least, ranks
+    if config.train.engine == "single":
+        return
+    for more in (2 * ranks, 4 * ranks, 8 * ranks):
+        if least.train.global_batch >= least.train.micro_batch * more:
+            yield " and ".join(filter(None, [change, f"{more} GPUs"])), least, more

@@ -66,13 +66,13 @@ def as_text(rows: Sequence[ComparisonRow]) -> str:
         ratios = ["" if ratio is None else f"{ratio:.2f}×" for ratio in (row.speed_ratio, row.memory_ratio)]
         names = [row.group.scale, row.group.residual, *([row.group.options] if swept else [])]
         lines.append([*names, row.loss.seeds, row.loss.text(), difference, *ratios])
-    notes = ["Intervals are 95% over seeds; a single seed has none."]
+    notes = ["Intervals are 95% over seeds; one seed has none."]
     if any(row.speed_ratio is not None for row in rows):
         notes.append(
             "Speed and memory are of runs one after the other; empty where engine, processes, device or threads differ."
         )
     if swept:
-        notes.append("Rates were selected by this same loss.")
+        notes.append("The rates were chosen by this same loss.")
     if missing := sorted({row.group.scale for row in rows} - {row.group.scale for row in rows if row.is_base}):
         notes.append(f"No run of {BASE} at {', '.join(missing)} to compare with.")
     return f"{table([*header, 'tokens/s', 'peak memory'], lines)}\n{' '.join(notes)}"

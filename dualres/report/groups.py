@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from dualres.config.schema import Config
 from dualres.report.reproduce import Origin, differing, origin, settings, with_defaults
 from dualres.report.runs import Run
+from dualres.residual.registry import resolve
 from dualres.train.run_folder import MAY_CHANGE
 
 BASE = "standard"  # the method that the others are compared with
@@ -130,5 +131,5 @@ def _scale(config: Config, found: Origin | None) -> str:
 def _residual(config: Config, found: Origin | None) -> str:
     if found is not None and not found.changes("residual"):
         return found.residual
-    streams = with_defaults(config).residual.streams
+    streams = resolve(config.residual).get("streams")
     return config.residual.method if streams is None else f"{config.residual.method}-{streams}"

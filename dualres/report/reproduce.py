@@ -5,7 +5,6 @@ import functools
 import itertools
 import json
 import re
-import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,7 +12,8 @@ import yaml
 
 from dualres.config.loading import load_config, names
 from dualres.config.schema import Config, ConfigError
-from dualres.residual.registry import settled
+from dualres.residual.registry import explicit
+from dualres.train.launch import launch_command
 
 Settings = Mapping[str, Any]  # dotted key -> value
 
@@ -39,13 +39,14 @@ def origin(config: Config) -> Origin | None:
     for (scale, residual), shipped in _shipped().items():
         if shipped["residual.method"] == config.residual.method:
             changed = [key for key, value in wanted.items() if key not in shipped or shipped[key] != value]
+            changed += [key for key in shipped if key.startswith("residual.") and key not in wanted]
             of_model = sum(key.startswith("model.") for key in changed)
             near = of_model, len(changed), scale, residual, changed
             nearest = near if nearest is None else min(near, nearest)
     if nearest is None:
         return None
     *_, scale, residual, changed = nearest
-    found = Origin(scale, residual, tuple(f"{key}={as_override(wanted[key])}" for key in changed))
+    found = Origin(scale, residual, tuple(f"{key}={as_override(wanted.get(key))}" for key in changed))
     try:
         return found if load_config(*found) == config else None
     except ConfigError:  # overrides cannot express everything, such as a block form without a block size
@@ -54,9 +55,10 @@ def origin(config: Config) -> Origin | None:
 
 def command(found: Origin, data: str, processes: int = 1) -> str:
     """A shell command with one override per line."""
-    program = ["torchrun", "--nproc-per-node", str(processes), "-m"] if processes > 1 else []
-    train = shlex.join([*program, "dualres", "train", found.scale, found.residual, "--data", data])
-    return " \\\n  ".join([train, *(shlex.join(["--set", override]) for override in found.overrides)])
+    options = {"data": data}
+    return launch_command(
+        found.scale, found.residual, found.overrides, options, processes=processes, separator=" \\\n  "
+    )
 
 
 def settings(config: Config) -> dict[str, Any]:
@@ -68,12 +70,12 @@ def settings(config: Config) -> dict[str, Any]:
             found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
         return found
 
-    return flat(dataclasses.asdict(config), "")
+    return flat(config.to_dict(), "")
 
 
 def with_defaults(config: Config) -> Config:
     """The config with every residual option filled in, so that a default compares equal to its explicit value."""
-    return dataclasses.replace(config, residual=settled(config.residual, 2 * config.model.layers))
+    return dataclasses.replace(config, residual=explicit(config.residual, 2 * config.model.layers))
 
 
 def differing(several: Sequence[Settings]) -> list[str]:
@@ -85,7 +87,7 @@ def differing(several: Sequence[Settings]) -> list[str]:
 
 def as_yaml(config: Config) -> str:
     """The whole config, in the format of the files in `configs/`."""
-    return yaml.safe_dump(json.loads(json.dumps(dataclasses.asdict(config))), sort_keys=False, allow_unicode=True)
+    return yaml.safe_dump(json.loads(json.dumps(config.to_dict())), sort_keys=False, allow_unicode=True)
 
 
 def as_override(value: Any) -> str:

@@ -1,15 +1,18 @@
 """Attention Residuals: one stream; a branch reads a softmax over earlier states, chosen by a learned query."""
 # B batch  T tokens  D width  J stored streams
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 
 from dualres import ops
-from dualres.ops import Norm
-from dualres.residual.live import plus
+from dualres.config.validation import NonNegativeInt
+from dualres.ops import Norm, Route
+from dualres.residual.live import plus, shortened
 from dualres.residual.pathway import Place
-from dualres.residual.retrieval import Retrieving, State
-from dualres.residual.route import SINGLE, VALUE_PROJECTED, Route
+from dualres.residual.retrieval import RetrievalOptions, RetrievalState, Retrieving
+from dualres.residual.route import SINGLE, VALUE_PROJECTED
 
 
 class AttnRes(Retrieving):
@@ -21,23 +24,28 @@ class AttnRes(Retrieving):
     def __init__(self, dim: int, place: Place, *, eps: float, route: Route = SINGLE):
         super().__init__(dim, place, eps=eps, route=route)
 
-    def read(self, state: State, i: int, norm: Norm | None = None) -> tuple[Tensor, State]:
+    def read(self, state: RetrievalState, i: int, norm: Norm | None = None) -> tuple[Tensor, RetrievalState]:
         """h_l = Σ_r π_{r→l} v_r: phase 2, the history merged with the live state, where there is one."""
-        if state.live is not None:
-            state = state._replace(live=state.live.short())
-        updates, coefficients = state.live or ((), None)
-        u = self.set_of_branch[i]
-        retrieved, log_partition = state.retrieved[u], state.log_partition[u]
-        query = self.query(i) if updates else None
-        return ops.read(retrieved, log_partition, updates, coefficients, query, self.route, self.eps, norm), state
+        live = state.live and shortened(state.live)
+        prefix, query = state.prefixes[self.set_of_branch[i]], self.query(i) if live else None
+        h = ops.read(prefix, live, query=query, route=self.route, eps=self.eps, norm=norm)
+        return h, state._replace(live=live)
 
-    def write(self, state: State, i: int, update: Tensor) -> State:
+    def write(self, state: RetrievalState, i: int, update: Tensor) -> RetrievalState:
         """P^i = P^{i−1} + u"""
-        return state._replace(live=plus(state.live, self.stored(i, update.to(state.retrieved[0].dtype))))
+        return state._replace(live=plus(state.live, self.stored(i, update.to(state.prefixes[0].retrieved.dtype))))
 
     def stored(self, i: int, update: Tensor) -> tuple[Tensor, ...]:
         """The output of branch i in the form that states are stored in. (B,T,D) -> J × (B,T,D)"""
         return (update,)
+
+
+@dataclass(frozen=True)
+class ValueProjectedOptions(RetrievalOptions):
+    """The maps of AttnRes + VProj."""
+
+    value_rank: NonNegativeInt = 0
+    """rank r of the maps I + BA on the values; 0: full d×d matrices"""
 
 
 class ValueProjected(AttnRes):

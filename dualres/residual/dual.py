@@ -1,21 +1,32 @@
-"""Dual Attention Residuals: two streams; the other stream's states choose the depths, the own history is returned."""
+"""Dual Attention Residuals: each stream attends over depth, keys from the other stream, values from its own history."""
 # B batch  T tokens  D width  U parameter sets
 
-from typing import cast
+from dataclasses import dataclass
+from typing import Any, cast
 
 from torch import Tensor, nn
 
 from dualres import ops
-from dualres.ops import GateParameters, Norm
+from dualres.ops import Live, Norm, Route
 from dualres.residual.gates import Gate
-from dualres.residual.live import Live
+from dualres.residual.live import shortened
 from dualres.residual.pathway import Place
-from dualres.residual.retrieval import Retrieving, State
-from dualres.residual.route import DUAL, Route
+from dualres.residual.retrieval import RetrievalOptions, RetrievalState, Retrieving
+from dualres.residual.route import DUAL
+
+
+@dataclass(frozen=True)
+class DualOptions(RetrievalOptions):
+    """How the gates of DAR start."""
+
+    gate_scale: float = 1.0
+    """initial scale of the gates' input-dependent part; 0 starts as the standard Transformer"""
+    rho_bias: float = 2.0
+    """initial bias of ρ; 0 averages the two streams at every write, larger values keep them apart"""
 
 
 class Dual(Retrieving):
-    """DAR. `route` says which stream is scored and which is returned; the ablations differ in nothing else.
+    """DAR. `route` says which stream gives the keys and which the values; the ablations differ in nothing else.
 
     h^j = Σ_r π_r^j v_r^j;   h = α⁰h⁰ + α¹h¹;   P^i = M(ρ) P^{i−1} + [β⁰u, β¹u]
     """
@@ -34,26 +45,26 @@ class Dual(Retrieving):
             for u in sorted(set(place.set_of_branch))
         )
 
-    def read(self, state: State, i: int, norm: Norm | None = None) -> tuple[Tensor, State]:
+    def read(self, state: RetrievalState, i: int, norm: Norm | None = None) -> tuple[Tensor, RetrievalState]:
         """h = α⁰h⁰ + α¹h¹ with α = σ(·), and for the write β = 2σ(·), both from Norm([h⁰; h¹]); ρ = σ(·) from P.
 
         β and M(ρ) ride in the coefficients of the live streams until the write.
         """
-        updates, coefficients = state.live.short() if state.live else ((), None)
-        u = self.set_of_branch[i]
-        gates = cast(GateSet, self.gates[u]).parameters_of(transports=bool(updates))
-        query = self.query(i) if updates else None
-        h, left = ops.gated_read(
-            state.retrieved[u], state.log_partition[u], updates, coefficients, query, gates, self.route, self.eps, norm
+        u, live = self.set_of_branch[i], state.live and shortened(state.live)
+        gates, query = cast(GateSet, self.gates[u]), self.query(i) if live else None
+        opened = (gates.alpha, gates.beta, gates.rho) if live else (gates.alpha, gates.beta)
+        h, next_live = ops.gated_read(
+            state.prefixes[u], live, query=query, gates=cast(Any, opened), route=self.route, eps=self.eps, norm=norm
         )
-        return h, state._replace(live=Live(updates, left))
+        return h, state._replace(live=next_live)
 
-    def write(self, state: State, i: int, update: Tensor) -> State:
+    def write(self, state: RetrievalState, i: int, update: Tensor) -> RetrievalState:
         """P¹ = [β⁰u, β¹u], then P^i = M(ρ) P^{i−1} + [β⁰u, β¹u]"""
         updates, coefficients = cast(Live, state.live)
-        return state._replace(live=Live((*updates, update.to(state.retrieved[0].dtype)), coefficients))
+        update = update.to(state.prefixes[0].retrieved.dtype)
+        return state._replace(live=Live((*updates, update), coefficients))
 
-    def write_weights(self, state: State) -> Tensor:
+    def write_weights(self, state: RetrievalState) -> Tensor:
         """β (2,B,T)"""
         return cast(Live, state.live).coefficients[-1]
 
@@ -66,8 +77,3 @@ class GateSet(nn.Module):
         self.alpha = Gate(2, dim, 2, scale=gate_scale, bias=0.0, eps=eps)
         self.beta = Gate(2, dim, 2, scale=gate_scale, bias=0.0, eps=eps)
         self.rho = Gate(2, dim, 1, scale=gate_scale, bias=rho_bias, eps=eps) if transports else None
-
-    def parameters_of(self, transports: bool) -> list[GateParameters]:
-        """α, β and, for a branch that finds a live state, ρ."""
-        gates = [self.alpha, self.beta, *([cast(Gate, self.rho)] if transports else [])]
-        return [gate.as_parameters() for gate in gates]

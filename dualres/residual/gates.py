@@ -5,7 +5,6 @@ import torch
 from torch import Tensor, nn
 
 from dualres import ops
-from dualres.ops import GateParameters
 
 WEIGHT_STD = 0.02
 
@@ -32,10 +31,6 @@ class Gate(nn.Module):
         self.scale.fill_(self.start_scale)
         self.bias.copy_(torch.as_tensor(self.start_bias, device=self.bias.device))
 
-    def as_parameters(self) -> GateParameters:
-        """What an operator needs to compute this gate itself."""
-        return GateParameters(self.weight, self.scale, self.bias)
-
     def forward(self, streams: Tensor) -> Tensor:
         """(J,B,T,D) -> (G,B,T)"""
-        return ops.gate_logits(streams, self.as_parameters(), self.eps)
+        return ops.gate_logits(streams, self, self.eps)

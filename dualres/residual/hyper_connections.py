@@ -1,21 +1,35 @@
 """mHC-n, manifold-constrained hyper-connections: n streams, read, mixed and written by token-wise gates."""
 # B batch  T tokens  D width  N streams
 
-from typing import NamedTuple, cast
+from dataclasses import dataclass
+from typing import Annotated, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from dualres import ops
-from dualres.ops import Norm
+from dualres.config.validation import Bounds
+from dualres.ops import Live, Norm
 from dualres.residual.gates import Gate
-from dualres.residual.live import Live, of_streams
-from dualres.residual.pathway import History, Pathway, Place
+from dualres.residual.live import of_streams, shortened
+from dualres.residual.pathway import History, Options, Pathway, Place
 
 OFF_DIAGONAL = -8.0  # 0 would average the streams at every branch and cripple the baseline
 
 
-class State(NamedTuple):
+@dataclass(frozen=True)
+class HyperOptions(Options):
+    """The streams of mHC and their gates."""
+
+    streams: Annotated[int, Bounds(least=1, most=64)] = 4  # a token's mixing matrix is streams × streams
+    """residual streams, n"""
+    gate_scale: float = 0.01
+    """initial scale of the gates' input-dependent part; 0 starts as the standard Transformer"""
+    sinkhorn_steps: Annotated[int, Bounds(least=1, most=1000)] = 20
+    """Sinkhorn iterations, each a scaling of columns and rows"""
+
+
+class HyperState(NamedTuple):
     """The live streams X, a sum of the streams that the block started from and of its branch outputs."""
 
     live: Live
@@ -40,26 +54,26 @@ class HyperConnections(Pathway):
         self.post = gates(streams, bias=0.0)
         self.mixing = gates(streams * streams, bias=diagonal)
 
-    def open(self, history: History) -> State:
+    def open(self, history: History) -> HyperState:
         """The block goes on from the streams of the one before."""
-        return State(of_streams(history[-1]))
+        return HyperState(of_streams(history[-1]))
 
-    def read(self, state: State, i: int, norm: Norm | None = None) -> tuple[Tensor, State]:
+    def read(self, state: HyperState, i: int, norm: Norm | None = None) -> tuple[Tensor, HyperState]:
         """h = Σ_j σ(·)^j X^j; the gates of the write are computed from the same X.
 
         H_res and H_post ride in the coefficients of the live streams until the write.
         """
-        updates, coefficients = state.live.short()
-        gates = [cast(Gate, kind[i]).as_parameters() for kind in (self.pre, self.post, self.mixing)]
-        h, left = ops.hyper_read(updates, coefficients, gates, self.sinkhorn_steps, self.eps, norm)
-        return h, State(Live(updates, left))
+        gates = [cast(Gate, kind[i]) for kind in (self.pre, self.post, self.mixing)]
+        live = shortened(state.live)
+        h, next_live = ops.hyper_read(live, gates=gates, steps=self.sinkhorn_steps, eps=self.eps, norm=norm)
+        return h, HyperState(next_live)
 
-    def write(self, state: State, i: int, update: Tensor) -> State:
+    def write(self, state: HyperState, i: int, update: Tensor) -> HyperState:
         """X ← H_res X + H_post u"""
         updates, coefficients = state.live
-        return State(Live((*updates, update.to(updates[0].dtype)), coefficients))
+        return HyperState(Live((*updates, update.to(updates[0].dtype)), coefficients))
 
-    def write_weights(self, state: State) -> Tensor:
+    def write_weights(self, state: HyperState) -> Tensor:
         """H_post (N,B,T)"""
         return state.live.coefficients[-1]
 
@@ -67,14 +81,14 @@ class HyperConnections(Pathway):
         """N streams, each the standard residual's state, times σ(0) = ½."""
         return 2 / self.count
 
-    def close(self, state: State) -> Tensor:
+    def close(self, state: HyperState) -> Tensor:
         """The streams that the next block starts from."""
-        return state.live.streams()
+        return ops.write(state.live)
 
-    def streams(self, state: State) -> Tensor:
+    def streams(self, state: HyperState) -> Tensor:
         """The live streams (N,B,T,D)."""
-        return state.live.streams()
+        return ops.write(state.live)
 
-    def with_streams(self, state: State, live: Tensor) -> State:
+    def with_streams(self, state: HyperState, live: Tensor) -> HyperState:
         """The same state with other live streams (N,B,T,D)."""
-        return State(of_streams(live))
+        return HyperState(of_streams(live))

@@ -5,33 +5,22 @@ Transport and mixing then act on token-wise coefficients: M P + β u has the upd
 """
 # B batch  T tokens  D width  J streams  K updates
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from dualres import ops
+from dualres.ops import Live
 
 MOST_WRITES = 4  # beyond the streams that a sum started from; every read sums anew, and storing the streams moves less
 
 
-class Live(NamedTuple):
-    """Between a read and its write the coefficients of a gated pathway are one column ahead of the updates."""
-
-    updates: tuple[Tensor, ...]  # K × (B,T,D)
-    coefficients: Tensor  # (K,J,B,T) float32
-
-    def streams(self) -> Tensor:
-        """The streams themselves. -> (J,B,T,D)"""
-        return ops.write(self.updates, self.coefficients)
-
-    def short(self) -> "Live":
-        """The same streams by a sum that is not long."""
-        return self if len(self.updates) < self.coefficients.shape[1] + MOST_WRITES else of_streams(self.streams())
+def shortened(live: Live) -> Live:
+    """The same streams as a sum of few terms."""
+    return live if len(live.updates) < live.coefficients.shape[1] + MOST_WRITES else of_streams(ops.write(live))
 
 
 def of_streams(streams: Tensor) -> Live:
-    """Live streams that are given as such, each an update of its own. (J,B,T,D)"""
+    """Stored streams as live ones, each an update of its own. (J,B,T,D)"""
     return Live(streams.unbind(0), _identity(streams[0], len(streams), 1))
 
 

@@ -5,10 +5,12 @@ and a readout turns H_0 … H_N into the output.
 """
 # B batch  T tokens  D width  J streams  S branches
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from dualres.config.validation import convert_fields
 from dualres.ops import Norm
 
 History = tuple[Tensor, ...]  # H_0 … H_{b-1}; each (J,B,T,D), contiguous, never changed in place
@@ -34,6 +36,17 @@ class Place(NamedTuple):
         return set(self.set_of_branch) if self.history > 1 else self.sets_with_live_state()
 
 
+@dataclass(frozen=True)
+class Options:
+    """The options of a method, keyword arguments of its pathway.
+
+    A subclass has a field for each option, with a type, a default and its documentation, a line of text under it.
+    """
+
+    def __post_init__(self) -> None:
+        convert_fields(self, "residual.")
+
+
 class Pathway(nn.Module):
     """How ONE block of branches reads and writes the residual streams.
 
@@ -52,7 +65,7 @@ class Pathway(nn.Module):
     def read(self, state: Any, i: int, norm: Norm | None = None) -> tuple[Tensor, Any]:
         """The input (B,T,D) of branch i, after the branch's norm if it is given; gates of the write ride in the state.
 
-        `ops.normed` applies the norm for a pathway that does not do both in one pass.
+        `ops.rms_norm` applies the norm for a pathway that does not do both in one pass.
         """
         raise NotImplementedError
 
@@ -101,6 +114,9 @@ class Pathway(nn.Module):
 
 class LastState(nn.Module):
     """The readout of a pathway without history: the streams of H_N, summed."""
+
+    def __init__(self, dim: int, *, eps: float):
+        super().__init__()
 
     def forward(self, *history: Tensor) -> Tensor:
         """… (J,B,T,D) -> (B,T,D)"""

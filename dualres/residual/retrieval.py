@@ -1,23 +1,31 @@
 """Depth retrieval in two phases, shared by AttnRes and DAR: the history once per block, then the live state."""
 # B batch  T tokens  D width  J stored streams  O output streams  R history  U query sets
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from dualres import ops
-from dualres.ops.reference import wide
-from dualres.residual.live import Live, of_streams
-from dualres.residual.pathway import History, Pathway, Place
-from dualres.residual.route import Route
+from dualres.ops import Live, Prefix, Route
+from dualres.ops.reference import to_accumulation_dtype
+from dualres.residual.live import of_streams
+from dualres.residual.pathway import History, Options, Pathway, Place
 
 
-class State(NamedTuple):
+@dataclass(frozen=True)
+class RetrievalOptions(Options):
+    """What all methods with depth retrieval have."""
+
+    share_parameters: bool = True
+    """branches of one kind in a block (attention, feed-forward) share one set of parameters; false: each has its own"""
+
+
+class RetrievalState(NamedTuple):
     """What the history alone gives every query set, and the live state that the block builds."""
 
-    retrieved: tuple[Tensor, ...]  # U × (O,B,T,D)
-    log_partition: tuple[Tensor, ...]  # U × (O,B,T)
+    prefixes: tuple[Prefix, ...]  # one per query set
     live: Live | None  # J streams; None before the first write
 
 
@@ -53,12 +61,13 @@ class Retrieving(Pathway):
         learned = len(place.sets_with_query())
         self.queries = Queries(dim, len(set(place.set_of_branch)), learned, route) if learned else None
 
-    def open(self, history: History) -> State:
+    def open(self, history: History) -> RetrievalState:
         """Phase 1: read every history state once, for all queries of the block."""
         if self.queries is None:  # a block of one branch that sees H_0 alone
             only = torch.stack([history[0][v] for v in self.route.value])
-            return State((only,), (wide(only.new_zeros(only.shape[:-1])),), live=None)
-        return State(*ops.prefix(history, self.queries(), self.route, self.eps), live=None)
+            nothing = to_accumulation_dtype(only.new_zeros(only.shape[:-1]))
+            return RetrievalState((Prefix(only, nothing),), live=None)
+        return RetrievalState(ops.prefix(history, self.queries(), route=self.route, eps=self.eps), live=None)
 
     def query(self, i: int) -> Tensor | None:
         """The query of branch i, one per output stream. -> (O,D)"""
@@ -68,26 +77,26 @@ class Retrieving(Pathway):
         """The number of candidates: their sum is the standard residual's state, and equal weights give their mean."""
         return self.history + (i > 0)
 
-    def close(self, state: State) -> Tensor:
+    def close(self, state: RetrievalState) -> Tensor:
         """H_b is what the live streams have become."""
         assert state.live is not None
-        return state.live.streams()
+        return ops.write(state.live)
 
-    def streams(self, state: State) -> Tensor | None:
+    def streams(self, state: RetrievalState) -> Tensor | None:
         """The live streams (J,B,T,D), None before the first write."""
-        return None if state.live is None else state.live.streams()
+        return None if state.live is None else ops.write(state.live)
 
-    def with_streams(self, state: State, live: Tensor) -> State:
+    def with_streams(self, state: RetrievalState, live: Tensor) -> RetrievalState:
         """The same state with other live streams (J,B,T,D)."""
         return state._replace(live=of_streams(live))
 
-    def depth_weights(self, history: History, state: State, i: int) -> Tensor:
+    def depth_weights(self, history: History, state: RetrievalState, i: int) -> Tensor:
         """π of branch i over the history and, after the first write, the live streams. -> (R,O,B,T)"""
         live, query = self.streams(state), self.query(i)
         candidates = [*history, *([] if live is None else [live])]
         if query is None:  # H_0 is the only candidate
             query = candidates[0].new_zeros(len(self.route.key), candidates[0].shape[-1])
-        return ops.depth_weights(candidates, query[None], self.route, self.eps)[:, 0]
+        return ops.depth_weights(candidates, query[None], route=self.route, eps=self.eps)[:, 0]
 
 
 class Retrieval(nn.Module):
@@ -100,8 +109,8 @@ class Retrieval(nn.Module):
 
     def forward(self, *history: Tensor) -> Tensor:
         """R × (J,B,T,D) -> (B,T,D)"""
-        (retrieved,), _ = ops.prefix(history, self.queries(), self.route, self.eps)
-        return retrieved.sum(0)
+        (found,) = ops.prefix(history, self.queries(), route=self.route, eps=self.eps)
+        return found.retrieved.sum(0)
 
     def start_divisor(self, streams: int, states: int) -> float:
         """The number of candidates; every output stream is their mean, and they are added."""
@@ -113,4 +122,4 @@ class Retrieval(nn.Module):
 
     def depth_weights(self, history: History) -> Tensor:
         """π of the output over H_0 … H_N. -> (R,O,B,T)"""
-        return ops.depth_weights(history, self.queries(), self.route, self.eps)[:, 0]
+        return ops.depth_weights(history, self.queries(), route=self.route, eps=self.eps)[:, 0]

@@ -1,17 +1,9 @@
-"""Routes: for each output stream, which stored stream is scored and which is returned.
+"""Routes: for each output stream, which stored stream gives the keys and which gives the values.
 
 The paper's retrieval rules (k_r^j, v_r^j) differ in nothing else, so they are data and not classes.
 """
 
-from typing import NamedTuple
-
-
-class Route(NamedTuple):
-    """`key[j]` and `value[j]` are the stored streams that output stream j scores and returns."""
-
-    key: tuple[int, ...]
-    value: tuple[int, ...]
-
+from dualres.ops import Route
 
 SINGLE = Route(key=(0,), value=(0,))  # AttnRes: k = v
 VALUE_PROJECTED = Route(key=(0,), value=(1,))  # AttnRes + VProj: states are stored as (v, W v)

@@ -9,7 +9,7 @@ from dualres.ops import Norm
 from dualres.residual.pathway import History, Pathway, Place
 
 
-class State(NamedTuple):
+class StandardState(NamedTuple):
     """The live stream (1,B,T,D)."""
 
     live: Tensor
@@ -21,18 +21,18 @@ class Standard(Pathway):
     def __init__(self, dim: int, place: Place, *, eps: float):
         super().__init__()
 
-    def open(self, history: History) -> State:
+    def open(self, history: History) -> StandardState:
         """The block goes on from the state of the one before."""
-        return State(history[-1])
+        return StandardState(history[-1])
 
-    def read(self, state: State, i: int, norm: Norm | None = None) -> tuple[Tensor, State]:
+    def read(self, state: StandardState, i: int, norm: Norm | None = None) -> tuple[Tensor, StandardState]:
         """h_l is the stream itself."""
-        return ops.normed(state.live, norm), state
+        return ops.rms_norm(state.live, norm), state
 
     def start_divisor(self, i: int) -> float:
         """It is the standard residual's state."""
         return 1.0
 
-    def write(self, state: State, i: int, update: Tensor) -> State:
+    def write(self, state: StandardState, i: int, update: Tensor) -> StandardState:
         """h_l + f_l(h_l)"""
-        return State(state.live + update.to(state.live.dtype).unsqueeze(0))
+        return StandardState(state.live + update.to(state.live.dtype).unsqueeze(0))

@@ -1,10 +1,10 @@
-"""Checkpoints: whole or not there, checked before they are trusted, written while training goes on.
+"""Checkpoints: atomic, verified before they are loaded, and written while training continues.
 
 checkpoints/step-000000100/
-  weights/        safetensors, a file or more per rank; tensors are named `model.…`
+  weights/        safetensors, one or more files per rank; tensors are named `model.…`
   optimizer/      the same for AdamW's state
   state.json      step, position in the data, random state, best validation loss
-  manifest.json   size and checksum of every other file; written last, before the folder gets its name
+  manifest.json   size and checksum of every other file; written last, before the folder is renamed into place
 """
 
 import hashlib
@@ -27,9 +27,9 @@ from dualres.util.atomic_files import PARTIAL, flush, flush_folder, partial_of, 
 from dualres.util.errors import TrainError
 
 MANIFEST, STATE, DAMAGED = "manifest.json", "state.json", ".damaged"
-PARTS = {"weights": "model.", "optimizer": "optimizer."}  # folder, beginning of the names in it
+PARTS = {"weights": "model.", "optimizer": "optimizer."}  # folder: prefix of the names in it
 READ = 2**24  # bytes at a time
-# One process has no process group, and needs none to save and load.
+# A single process has no process group and needs none.
 warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
 
 
@@ -40,28 +40,28 @@ class Checkpoints:
         self.folder, self.world, self.keep, self.say = folder, world, keep, say
         self.saving: threading.Thread | None = None
         self.failure: str | None = None  # of the latest save
-        self.parted = False  # whether it failed between the ranks, which then can save no more
+        self.desynchronized = False  # whether it failed in a collective, after which the ranks cannot save any more
 
     def save(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
-        """Copy the tensors now and write them in the background. `state` has `best_step`, whose checkpoint is kept."""
+        """Copy the tensors now and write them in the background. The checkpoint of `state["best_step"]` is kept."""
         self.wait()
-        if self.parted:
+        if self.desynchronized:
             raise RuntimeError(f"{self.failure}; the ranks can no longer save together")
         copy = DefaultStager(StagingOptions(False, False, False, False)).stage(tensors)
         self.world.busy.set()
-        self.saving = threading.Thread(target=self._write_and_rest, args=(step, copy, state), name="checkpoint")
+        self.saving = threading.Thread(target=self._write, args=(step, copy, state), name="checkpoint")
         self.saving.start()
 
     def wait(self) -> None:
-        """Until the latest save has ended, well or not; `failure` says which."""
+        """Wait for the latest save; `failure` tells whether it succeeded."""
         if self.saving is not None:
             self.saving.join()
             self.saving = None
 
     def restore(self, tensors: dict[str, Tensor]) -> dict[str, Any] | None:
-        """Load the newest whole checkpoint into `tensors` and return its state; None where there is none.
+        """Load the newest intact checkpoint into `tensors` and return its state; None if there is none.
 
-        One that fails its checksums is set aside under another name, and the one before is taken.
+        A checkpoint that fails its checksums is renamed, and the previous one is used.
         """
         if self.world.is_main:
             for leftover in self.folder.glob(f"*{PARTIAL}"):
@@ -75,23 +75,16 @@ class Checkpoints:
                 aside = newest.with_name(newest.name + DAMAGED)
                 shutil.rmtree(aside, ignore_errors=True)
                 newest.rename(aside)
-            self.say(f"checkpoint {newest} is damaged: {wrong[0]}; set aside as *{DAMAGED}, taking the one before")
+            self.say(f"checkpoint {newest} is damaged: {wrong[0]}; renamed to *{DAMAGED}, using the previous one")
         return None
 
     def last(self) -> Path | None:
-        """The newest checkpoint."""
         return _newest(self.folder)
 
     def _check(self, checkpoint: Path) -> list[str]:
-        """What is wrong with it, found by all ranks together."""
+        """What is wrong with it; each rank checks some of its files."""
         shares = self.world.gather_or_raise(lambda: damage(checkpoint, self.world))
         return [fault for share in shares for fault in share]
-
-    def _write_and_rest(self, *given: Any) -> None:
-        try:
-            self._write(*given)
-        finally:
-            self.world.busy.clear()
 
     def _write(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
         target = self.folder / step_name(step)
@@ -102,30 +95,32 @@ class Checkpoints:
             gather_or_raise(lambda: self._begin(partial) if leads else None, group)
             for part, begin in PARTS.items():
                 chosen = {name: tensor for name, tensor in tensors.items() if name.startswith(begin)}
-                if not chosen:  # weights alone
+                if not chosen:  # no optimizer
                     continue
                 writer = HuggingFaceStorageWriter(str(partial / part), save_distributed=True)
                 state_dict_saver.save(chosen, storage_writer=writer, process_group=group, no_dist=group is None)
             gather_or_raise(lambda: write_json(partial / STATE, state) if leads else None, group)
             sums = gather_or_raise(lambda: _sums(partial, self.world), group)
             gather_or_raise(lambda: self._finish(partial, target, sums) if leads else None, group)
-        except (Exception, CheckpointException) as error:  # PyTorch's is no Exception
+        except (Exception, CheckpointException) as error:  # PyTorch's is not an Exception
             self.failure = f"checkpoint {target} was not saved: {_reason(error)}"
-            self.parted = group is not None and isinstance(_root_cause(error), RuntimeError)
+            self.desynchronized = group is not None and isinstance(_root_cause(error), RuntimeError)
             if leads:
                 shutil.rmtree(partial, ignore_errors=True)
                 disk = "; is the disk full?" if isinstance(_root_cause(error), OSError) else ""
-                self.say(f"{self.failure}. Earlier checkpoints are as they were{disk}")
-            return
-        if leads:
-            self._remove_old(state)
+                self.say(f"{self.failure}. Earlier checkpoints are unchanged{disk}")
+        else:
+            if leads:
+                self._remove_old(state)
+        finally:
+            self.world.busy.clear()
 
     def _begin(self, partial: Path) -> None:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
 
     def _finish(self, partial: Path, target: Path, sums: list[dict[str, Any]]) -> None:
-        """Manifest and name."""
+        """Write the manifest and rename the folder into place."""
         files = {name: entry for share in sums for name, entry in share.items()}
         write_json(partial / MANIFEST, {"files": dict(sorted(files.items()))})
         for folder in (*(partial / part for part in PARTS if (partial / part).exists()), partial):
@@ -135,87 +130,80 @@ class Checkpoints:
         flush_folder(self.folder)
 
     def _remove_old(self, state: dict[str, Any]) -> None:
-        """The last ones stay, and the best."""
+        """Keep the newest, and the best."""
         for old in found(self.folder)[: -self.keep]:
             if old.name == step_name(state["best_step"]):
                 continue
             try:
-                shutil.rmtree(old.rename(partial_of(old)))  # half removed, it must not look like a checkpoint
+                shutil.rmtree(old.rename(partial_of(old)))  # half removed, it must not pass for a checkpoint
             except OSError as error:
-                self.say(f"the old checkpoint {old} cannot be removed ({error}): remove {partial_of(old)} by hand")
+                self.say(f"cannot remove the old checkpoint {old} ({error}): remove {partial_of(old)} by hand")
 
 
 def step_name(step: int) -> str:
-    """The folder of a step's checkpoint."""
     return f"step-{step:09d}"
 
 
 def found(folder: Path) -> list[Path]:
-    """The finished checkpoints, oldest first."""
+    """The complete checkpoints, oldest first."""
     return sorted(path for path in folder.glob("step-*") if path.suffix == "" and path.is_dir())
 
 
 def load(checkpoint: Path, tensors: dict[str, Tensor], distributed: bool = False) -> None:
-    """Fill `tensors` from the parts of a checkpoint that have them, however many ranks wrote it."""
+    """Fill `tensors` from those parts of a checkpoint that have them, whatever number of ranks wrote it."""
     for part, begin in PARTS.items():
         chosen = {name: tensor for name, tensor in tensors.items() if name.startswith(begin)}
         if not chosen:
             continue
         if not (checkpoint / part).is_dir():
             raise TrainError(
-                f"checkpoint {checkpoint} has no {part}: it was imported. Export it, and train on from the folder into "
-                "a new run with --from"
+                f"checkpoint {checkpoint} has no {part}, since it was imported: export it, and start a new run from "
+                "the exported folder with --from"
             )
-        try:
-            reader = HuggingFaceStorageReader(str(checkpoint / part))
-            state_dict_loader.load(chosen, storage_reader=reader, no_dist=not distributed)
-        except (Exception, CheckpointException) as error:
-            if distributed and isinstance(error, RuntimeError):
-                raise  # another rank no longer answers
-            raise TrainError(
-                f"checkpoint {checkpoint} does not fit this model: {_reason(error)}. Train with the config it was "
-                "made with, or into a new folder"
-            ) from None
+        remedy = "Train with the config it was saved with, or into a new folder"
+        _load(checkpoint / part, chosen, distributed, f"checkpoint {checkpoint} does not fit this model", remedy)
 
 
 def load_initial_weights(folder: Path, tensors: dict[str, Tensor], distributed: bool = False) -> None:
-    """Fill the weights among `tensors` from a saved model's folder, and leave the optimizer's state as it is."""
+    """Fill the weights among `tensors` from an exported model, and leave the optimizer's state as it is."""
     begin = PARTS["weights"]
     chosen = {f"decoder.{name.removeprefix(begin)}": t for name, t in tensors.items() if name.startswith(begin)}
+    remedy = "Leave model.… and residual.… as in the folder's config"
+    _load(folder, chosen, distributed, f"the weights of {folder} do not fit this model", remedy)
+
+
+def _load(folder: Path, tensors: dict[str, Tensor], distributed: bool, failure: str, remedy: str) -> None:
     try:
-        state_dict_loader.load(chosen, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=not distributed)
+        state_dict_loader.load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=not distributed)
     except (Exception, CheckpointException) as error:
         if distributed and isinstance(error, RuntimeError):
-            raise  # another rank no longer answers
-        raise TrainError(
-            f"the weights of {folder} do not fit this model: {_reason(error)}. Leave model.… and residual.… as the "
-            "folder's config has them"
-        ) from None
+            raise  # another rank is unresponsive
+        raise TrainError(f"{failure}: {_reason(error)}. {remedy}") from None
 
 
 def damage(checkpoint: Path, world: World | None = None) -> list[str]:
-    """What is wrong with a checkpoint: files that are missing, of another size or content, or not in the manifest.
+    """What is wrong with a checkpoint: files that are missing, differ in size or content, or are not in the manifest.
 
-    Of several ranks, each reads its share of the files.
+    With several ranks, each reads some of the files.
     """
     try:
         manifest = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))["files"]
         listed = [(name, int(size), checksum) for name, (size, checksum) in sorted(manifest.items())]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return [f"{checkpoint / MANIFEST} cannot be read ({error})"]
-    # PyTorch reads every file of tensors that lies there.
+    # PyTorch reads every safetensors file in the folder.
     there = {path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*.safetensors")}
-    wrong = [f"{checkpoint / name} does not belong to it" for name in sorted(there - manifest.keys())]
+    wrong = [f"{checkpoint / name} is not in the manifest" for name in sorted(there - manifest.keys())]
     if STATE not in manifest:
-        wrong.append(f"{checkpoint / MANIFEST} lists no {STATE}")
-    for name, size, checksum in _shared_out(listed, world):
+        wrong.append(f"{checkpoint / MANIFEST} does not list {STATE}")
+    for name, size, checksum in _share(listed, world):
         path = checkpoint / name
         if not path.is_file():
             wrong.append(f"{path} is missing")
         elif path.stat().st_size != size:
             wrong.append(f"{path} has {path.stat().st_size:,} bytes, not {size:,}")
         elif _sum(path) != checksum:
-            wrong.append(f"{path} has another checksum than when it was written")
+            wrong.append(f"the checksum of {path} has changed")
     return wrong
 
 
@@ -224,9 +212,9 @@ def _newest(folder: Path) -> Path | None:
 
 
 def _sums(folder: Path, world: World) -> dict[str, list[Any]]:
-    """Size and checksum of this rank's share of the files, which are brought to the disk."""
+    """Size and checksum of this rank's share of the files, flushed to disk."""
     sums = {}
-    for path in _shared_out(sorted(p for p in folder.rglob("*") if p.is_file()), world):
+    for path in _share(sorted(p for p in folder.rglob("*") if p.is_file()), world):
         with path.open("rb+") as file:
             flush(file)
         sums[path.relative_to(folder).as_posix()] = [path.stat().st_size, _sum(path)]
@@ -241,12 +229,12 @@ def _sum(path: Path) -> str:
     return checksum.hexdigest()
 
 
-def _shared_out(items: list[Any], world: World | None) -> list[Any]:
+def _share(items: list[Any], world: World | None) -> list[Any]:
     return items if world is None else items[world.rank :: world.size]
 
 
 def _root_cause(error: BaseException) -> BaseException:
-    """The reason inside what PyTorch wraps it in."""
+    """The exception inside PyTorch's wrappers."""
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
     while (cause := error.__cause__ or error.__context__) is not None:

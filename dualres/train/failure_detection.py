@@ -1,11 +1,11 @@
-"""Faults among the processes of a run: those that are left name who is lost, or why one has failed, and stop in time.
+"""Failure detection: the surviving ranks report which ranks are unresponsive, or why one failed, and exit in time.
 
-A rank that fails writes so into the store that `torchrun` keeps. A thread of every other rank looks there and answers;
-who has not answered in time is lost, and all say the same. Where all have answered, the one that failed may still wait
-for a checkpoint that all are saving: then the others have time until it has left.
+A rank that fails records it in `torchrun`'s store. A thread of every other rank polls the store and responds; ranks
+that do not respond in time are unresponsive, and all survivors report the same ones. If all respond, the failed rank
+may still be waiting for a checkpoint that all ranks are saving: then the others have time until it has exited.
 
-`torchrun` also terminates those that are left. A main thread may wait inside a library for the lost one and notice
-nothing: then the answering threads, which hear of the signal, call the roll. Where all answer, someone wants to stop.
+`torchrun` also sends SIGTERM to the survivors. A main thread may be stuck in a collective with the dead rank and never
+notice: then the responder threads, which see the signal, hold a roll call. If all respond, it is a request to stop.
 """
 
 import contextlib
@@ -26,33 +26,29 @@ from torch.distributed.distributed_c10d import PrefixStore
 from dualres.util.errors import TrainError
 from dualres.util.progress import say_as
 
-# In the store. Of many thousand ranks each asks for counts, and one alone for names.
-FAILED, UNRESPONSIVE = "the first rank that failed, and why", "the ranks that did not answer"
-CALLED, ANSWERS, COUNTS = "a rank was terminated", "how many have answered", "how many look who has not"
-LEFT, LEAVING, ALL_LEAVE = "a rank has left after a failure", "how many leave", "all that are left leave"
-# Seconds between looks whether a rank has failed; that all have to answer then; to stop when the lost are known; and
-# that those who leave wait for each other.
-# Together less than the 30 that torchrun leaves the others, from when the first process ended until it kills them.
+# Keys in the store. With thousands of ranks, each polls counters and only one looks up individual ranks.
+FAILED, UNRESPONSIVE = "the first rank that failed, and why", "the ranks that did not respond"
+CALLED, RESPONSES, DECIDING = "a rank was terminated", "number of responses", "number of ranks that decide"
+LEFT, LEAVING, ALL_LEAVE = "a rank has exited after a failure", "number of exiting ranks", "all survivors exit"
+# Seconds between polls; for all to respond after a failure; to exit once the unresponsive ranks are known; and for
+# exiting ranks to wait for each other.
+# In total less than the 30 seconds that torchrun gives the others after the first process has exited.
 LOOK, ANSWER, STOP, LEAVE = 2.0, 15.0, 5.0, 5.0
-TRIES = 5  # of a store that does not reply
+TRIES = 5  # with a store that does not reply
 NEVER = threading.Event()
 
 
 class Rank(Protocol):
-    """A rank of so many."""
+    @property
+    def rank(self) -> int: ...
 
     @property
-    def rank(self) -> int:
-        """Its number."""
-
-    @property
-    def size(self) -> int:
-        """How many there are."""
+    def size(self) -> int: ...
 
 
 @contextlib.contextmanager
 def report_failed_ranks(member: Rank) -> Iterator[None]:
-    """Where ranks can no longer talk, name those that do not answer; where all do, the error stays what it is."""
+    """Turn a failed collective into an error that names the unresponsive ranks; if all respond, it is reraised."""
     if member.size == 1:
         yield
         return
@@ -62,66 +58,63 @@ def report_failed_ranks(member: Rank) -> Iterator[None]:
     except Exception as error:
         first = record_failure(store, member, error)
         if isinstance(error, TrainError) or not isinstance(error, RuntimeError):
-            raise  # not for want of another rank: all have it, or the others are told by `first`
+            raise  # no failed collective: all ranks raise it, or the others read `first`
         _ignore_sigterm()
-        lost = unresponsive_ranks(store, member)
-        if not lost and first.startswith(f"rank {member.rank} "):
+        silent = unresponsive_ranks(store, member)
+        if not silent and first.startswith(f"rank {member.rank} "):
             raise
-        raise TrainError(_stops(member, first, lost, _reason(error))) from error
+        raise TrainError(_stops(member, first, silent, _reason(error))) from error
 
 
 def record_failure(store: Any, member: Rank, error: Exception) -> str:
-    """Write down why this rank fails, if it is the first. -> who was the first, and why"""
+    """Record why this rank fails, unless another was first. -> the first that failed, and why"""
     own = f"rank {member.rank} of {member.size} has failed ({_reason(error)})"
     with contextlib.suppress(RuntimeError):  # the store may be gone
-        _here(store, member)
+        _respond(store, member)
         return store.compare_set(FAILED, "", own).decode()
     return own
 
 
 def unresponsive_ranks(store: Any, member: Rank, ended: threading.Event = NEVER) -> list[int]:
-    """The ranks that did not answer in time after the first failure: what the first rank to know has written.
-
-    Whoever waits for it has until this rank has `ended`.
-    """
+    """The ranks that did not respond in time after the first failure; [] if this rank has `ended` before."""
     end = time.monotonic() + ANSWER
-    with contextlib.suppress(RuntimeError):  # without a store there is no one to ask
-        while time.monotonic() < end and not store.check([UNRESPONSIVE]) and not _all_here(store, member):
+    with contextlib.suppress(RuntimeError):  # without a store nobody can be asked
+        while time.monotonic() < end and not store.check([UNRESPONSIVE]) and not _all_responded(store, member):
             if ended.wait(_pause(member)):
                 return []
-        return _verdict(store, store, member)
+        return _decide(store, store, member)
     return []
 
 
-def _verdict(store: Any, answers: Any, member: Rank) -> list[int]:
-    """Who is lost, by the answers that are there: one counts for all."""
-    if store.add(COUNTS, 1) > 1:
-        _wait(store, member, UNRESPONSIVE, STOP)  # the first that counts may itself be lost
+def _decide(store: Any, responses: Any, member: Rank) -> list[int]:
+    """The ranks without a response: the first rank to decide does so for all."""
+    if store.add(DECIDING, 1) > 1:
+        _wait(store, member, UNRESPONSIVE, STOP)  # the first to decide may itself be dead
     if not store.check([UNRESPONSIVE]):
-        silent = [] if _all_here(answers, member) else _silent(answers, range(member.size))
+        silent = [] if _all_responded(responses, member) else _silent(responses, range(member.size))
         store.compare_set(UNRESPONSIVE, "", json.dumps(silent))
     return json.loads(store.get(UNRESPONSIVE))
 
 
-def _silent(answers: Any, ranks: range) -> list[int]:
-    """Those of `ranks` that have not answered, by halves."""
-    if answers.check([_is_here(rank) for rank in ranks]):
+def _silent(responses: Any, ranks: range) -> list[int]:
+    """Those of `ranks` without a response, by bisection."""
+    if responses.check([_response_key(rank) for rank in ranks]):
         return []
     if len(ranks) == 1:
         return [*ranks]
     middle = len(ranks) // 2
-    return _silent(answers, ranks[:middle]) + _silent(answers, ranks[middle:])
+    return _silent(responses, ranks[:middle]) + _silent(responses, ranks[middle:])
 
 
 @contextlib.contextmanager
 def catch_sigterm() -> Iterator[Callable[[], bool]]:
-    """SIGTERM does not end this process. -> whether it has come, for every thread, while the main one waits too"""
+    """SIGTERM does not end this process. -> whether it has arrived; every thread may ask, even if the main one hangs"""
     came, (reader, writer) = threading.Event(), socket.socketpair()
     for end in (reader, writer):
         end.setblocking(False)
 
     def terminated() -> bool:
-        with contextlib.suppress(OSError):  # nothing there, or closed
+        with contextlib.suppress(OSError):  # nothing to read, or closed
             while signals := reader.recv(64):
                 if signal.SIGTERM in signals:
                     came.set()
@@ -140,20 +133,20 @@ def catch_sigterm() -> Iterator[Callable[[], bool]]:
 
 @contextlib.contextmanager
 def failure_responder(member: Rank, terminated: Callable[[], bool], busy: threading.Event) -> Iterator[None]:
-    """A thread that answers for this rank when another fails, also while this one waits for that other.
+    """A thread that responds for this rank when another fails, even while the main thread waits for that rank.
 
-    `terminated`: whether SIGTERM has come. `busy`: set while ranks save, and may be slow to answer.
+    `terminated`: whether SIGTERM has arrived. `busy`: set while ranks save, when they may respond late.
     """
     store: Any = dist.distributed_c10d._get_default_store()
     ended = threading.Event()
     given = store.clone(), member, ended, terminated, busy
-    thread = threading.Thread(target=_answer, args=given, name="answering", daemon=True)
+    thread = threading.Thread(target=respond_to_failures, args=given, name="failure responder", daemon=True)
     thread.start()
     try:
         yield
     finally:
         ended.set()
-        thread.join(2 * LOOK)  # a store that has gone may keep it longer, and it does not keep the process
+        thread.join(2 * LOOK)  # a dead store may hold it longer; as a daemon it does not hold the process
         with contextlib.suppress(RuntimeError):
             if store.check([FAILED]):
                 store.set(LEFT, "yes")
@@ -161,20 +154,19 @@ def failure_responder(member: Rank, terminated: Callable[[], bool], busy: thread
 
 
 def exit_together(store: Any, member: Rank) -> None:
-    """Ignore SIGTERM, and wait until all others do: when the first process ends, torchrun terminates those that are
-    left, and each has to say why it stops. Whoever is lost, or still waits for another, is not waited for long.
+    """Ignore SIGTERM and wait until all others do: when the first process exits, torchrun terminates the survivors,
+    and each must print its reason first. Dead ranks, and ranks that are stuck, are not waited for long.
     """
     _ignore_sigterm()
-    lost = json.loads(store.get(UNRESPONSIVE)) if store.check([UNRESPONSIVE]) else []
-    if store.add(LEAVING, 1) + len(lost) >= member.size:
+    silent = json.loads(store.get(UNRESPONSIVE)) if store.check([UNRESPONSIVE]) else []
+    if store.add(LEAVING, 1) + len(silent) >= member.size:
         store.set(ALL_LEAVE, "yes")
     _wait(store, member, ALL_LEAVE, LEAVE)
 
 
-def _answer(
+def respond_to_failures(
     store: Any, member: Rank, ended: threading.Event, terminated: Callable[[], bool], busy: threading.Event
 ) -> None:
-    """Watch, also after the store has once not replied."""
     for _ in range(TRIES):
         with contextlib.suppress(RuntimeError):
             return _watch(store, member, ended, terminated, busy)
@@ -185,50 +177,50 @@ def _answer(
 def _watch(
     store: Any, member: Rank, ended: threading.Event, terminated: Callable[[], bool], busy: threading.Event
 ) -> None:
-    """Ranks may wait for each other without end, one of them in the thread that saves: then this thread stops them."""
-    roll, called = PrefixStore("roll", store), math.inf  # answers to a call, and when it was heard
+    """Respond to failures. Ranks may wait for each other forever, one of them in its saving thread: then this exits."""
+    roll, called = PrefixStore("roll", store), math.inf  # responses to a roll call, and when it was seen
     while not store.check([FAILED]):
         if terminated():
             store.set(CALLED, "yes")
         if math.isinf(called) and store.check([CALLED]):
-            _here(roll, member)
+            _respond(roll, member)
             called = time.monotonic()
-        # All ranks save together, and one that writes a large file may not answer until it has.
+        # All ranks save together, and one that writes a large file may respond only afterwards.
         late = time.monotonic() - called > ANSWER and not busy.is_set()
-        if late and not _all_here(roll, member) and _verdict(store, roll, member):
-            record_failure(store, member, RuntimeError("it was terminated, and not all answered"))
+        if late and not _all_responded(roll, member) and _decide(store, roll, member):
+            record_failure(store, member, RuntimeError("it was terminated, and not all ranks responded"))
         elif ended.wait(LOOK):
             return
-    _here(store, member)
-    lost = unresponsive_ranks(store, member, ended)
-    while not lost and not store.check([LEFT]):
+    _respond(store, member)
+    silent = unresponsive_ranks(store, member, ended)
+    while not silent and not store.check([LEFT]):
         if ended.wait(LOOK):
             return
-    if not ended.wait(STOP if lost else ANSWER):
+    if not ended.wait(STOP if silent else ANSWER):
         first = store.get(FAILED).decode()
-        say_as(member.rank, _stops(member, first, lost, "it still waits"))
-        if not lost:  # then it may be this one that the others have waited for: it shows where it is
+        say_as(member.rank, _stops(member, first, silent, "it still waits"))
+        if not silent:  # this may be the rank that the others have waited for: show where it hangs
             faulthandler.dump_traceback(file=2)
         os._exit(1)
 
 
 def _ignore_sigterm() -> None:
-    """SIGTERM is torchrun's, for all that are left after a failure; they end by themselves, and say why first."""
+    """torchrun sends SIGTERM to all survivors of a failure; they exit by themselves and print why first."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
-def _here(store: Any, member: Rank) -> None:
-    if store.add(_is_here(member.rank), 1) == 1:  # once, whichever of its threads is first
-        store.add(ANSWERS, 1)
+def _respond(store: Any, member: Rank) -> None:
+    if store.add(_response_key(member.rank), 1) == 1:  # once, by whichever of its threads is first
+        store.add(RESPONSES, 1)
 
 
-def _is_here(rank: int) -> str:
+def _response_key(rank: int) -> str:
     return f"rank {rank} is here"
 
 
-def _all_here(store: Any, member: Rank) -> bool:
-    return store.add(ANSWERS, 0) >= member.size
+def _all_responded(store: Any, member: Rank) -> bool:
+    return store.add(RESPONSES, 0) >= member.size
 
 
 def _wait(store: Any, member: Rank, key: str, seconds: float) -> None:
@@ -238,19 +230,19 @@ def _wait(store: Any, member: Rank, key: str, seconds: float) -> None:
 
 
 def _pause(member: Rank) -> float:
-    """Seconds between looks, so that all ranks together ask one store for at most ten thousand things a second.
+    """Seconds between polls, so that all ranks together send one store at most 10,000 requests a second.
 
-    (Two things each, in two threads.)
+    (Two requests each, from two threads.)
     """
     return max(0.05, 4 * member.size / 10_000)
 
 
-def _stops(member: Rank, first: str, lost: Collection[int], reason: str) -> str:
-    answer = "answers" if len(lost) == 1 else "answer"
-    cause = f"{named_ranks(lost)} of {member.size} no longer {answer}" if lost else first
+def _stops(member: Rank, first: str, silent: Collection[int], reason: str) -> str:
+    respond = "responds" if len(silent) == 1 else "respond"
+    cause = f"{named_ranks(silent)} of {member.size} no longer {respond}" if silent else first
     return (
-        f"{cause}: rank {member.rank} stops too ({reason}). The same command goes on from the last checkpoint, and "
-        "torchrun --max-restarts N gives it by itself"
+        f"{cause}: rank {member.rank} stops too ({reason}). Run the same command to resume from the last checkpoint; "
+        "torchrun --max-restarts N does so automatically"
     )
 
 
@@ -260,7 +252,7 @@ def named_ranks(ranks: Collection[int]) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """The first line of what the error came from: a pipeline wraps those of its stages."""
+    """The first line of the root cause: a pipeline wraps the errors of its stages."""
     while error.__cause__ is not None:
         error = error.__cause__
     return (str(error).strip() or type(error).__name__).splitlines()[0]

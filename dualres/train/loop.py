@@ -1,8 +1,8 @@
-"""The training loop: whatever the model, the residual method and the engine.
+"""The training loop, for every model, residual method and engine.
 
-Step s (1, 2, …) takes sequences (s−1)·G … s·G−1 of the loader, G the global batch. They are cut into micro-batches;
-of W data-parallel ranks, rank r takes micro-batches r, r+W, … So the data of a step depend on neither method, engine
-nor ranks. Where W does not divide them, some ranks run one more that counts for nothing.
+Step s (1, 2, …) takes sequences (s−1)·G … s·G−1 of the loader, with G the global batch. They are cut into
+micro-batches; of W data-parallel ranks, rank r takes micro-batches r, r+W, … So the data of a step do not depend on
+method, engine or number of ranks. If W does not divide their number, it is padded with zero-weight micro-batches.
 """
 
 import math
@@ -16,40 +16,37 @@ from typing import Any, NamedTuple
 import torch
 
 from dualres.analyze.health import health
-from dualres.config.schema import Config
+from dualres.config.schema import Config, TrainConfig
 from dualres.data import shards
-from dualres.data.loader import Loader
+from dualres.data.loader import Loader, sum_over_windows
 from dualres.data.shards import Index
 from dualres.train import run_folder
 from dualres.train.checkpoint import Checkpoints, load_initial_weights
 from dualres.train.engines.base import Engine, MicroBatch
 from dualres.train.engines.build import build_engine, engine_mesh, engine_name
 from dualres.train.failure_detection import report_failed_ranks
-from dualres.train.metrics import Log
+from dualres.train.metrics import Log, Throughput, peak_memory
 from dualres.train.process_group import World, set_timeout
 from dualres.train.recipe import learning_rate, steps_of
-from dualres.train.throughput import Throughput, peak_memory
 from dualres.util.atomic_files import write_json
 from dualres.util.errors import TrainError
 from dualres.util.progress import Progress, duration, short
 
-VERIFIED = "verified.json"  # which data files were read in whole, so that a resumed run need not do it again
+VERIFIED = "verified.json"  # the data files whose checksums were compared, so that a resumed run can skip them
 
 
 class TrainResult(NamedTuple):
-    """How a run ended."""
-
     step: int
     finished: bool
     validation_loss: float | None
 
 
 class StepLosses(NamedTuple):
-    """Of one step, over all ranks."""
+    """One step, over all ranks."""
 
     loss: float  # language model, mean over tokens
     router: float  # mean over micro-batches and layers
-    stop: bool  # someone was asked to
+    stop: bool  # whether any rank was asked to stop
 
 
 def train(
@@ -61,9 +58,9 @@ def train(
     wandb: str | None = None,
     start: Path | None = None,
 ) -> TrainResult:
-    """Train `config` on the prepared folder `data` into `folder`, or go on where an earlier run there stopped.
+    """Train `config` on the prepared folder `data` into `folder`, or resume the run in it.
 
-    `start`: a saved model's folder whose weights a new run begins with.
+    `start`: an exported model whose weights a new run starts from.
     """
     check_batch(config, world.size)
     with ExitStack() as held:
@@ -74,12 +71,12 @@ def train(
         _verify(config, data, folder, index, world, progress)
         training = Training(config, data, folder, index, world, progress, wandb, start)
         if world.sum([float(world.terminated())])[0] > 0:
-            raise TrainError("terminated before the first step, and nothing is lost: the same command starts again")
+            raise TrainError("terminated before the first step: run the same command to start again")
         return training.run()
 
 
 class Training:
-    """One process's part of a run."""
+    """The run as one of its processes sees it."""
 
     def __init__(
         self,
@@ -96,7 +93,7 @@ class Training:
         train, context = config.train, config.model.context
         self.steps = steps_of(train, context)
         self.loader = Loader(data, index, "train", context, train.seed)
-        self.held_out = Loader(data, index, "validation", context, None)
+        self.validation_loader = Loader(data, index, "validation", context, None)
         self.engine: Engine = build_engine(config, world, index.end_of_text)
         self.checkpoints = Checkpoints(folder / run_folder.CHECKPOINTS, world, train.keep_checkpoints, progress.say)
         self.step, self.best_step, self.best_loss = 0, 0, math.inf
@@ -105,16 +102,15 @@ class Training:
         set_timeout(world, train.timeout)
         self.log: Log | None = None
         world.on_main(lambda: self._open_log(wandb))
-        self.speed = Throughput(config, world.device, world.size)
+        self.throughput = Throughput(config, world.device, world.size)
 
     def _open_log(self, wandb: str | None) -> None:
         self.log = Log(self.folder, self.step, self.progress.say, wandb)
 
     def run(self) -> TrainResult:
-        """Steps until the budget is spent or someone asks to stop."""
         with stop_signals(self.world) as asked:
             try:
-                with report_failed_ranks(self.world):  # before waiting for a save that may wait for a lost rank
+                with report_failed_ranks(self.world):  # before waiting for a save that may wait for a dead rank
                     stopped = False
                     while self.step < self.steps and not stopped:
                         stopped = self._one_step(asked)
@@ -129,18 +125,18 @@ class Training:
         """-> whether to stop"""
         train, step = self.config.train, self.step + 1
         rate = learning_rate(self.step, self.steps, train)
-        self.speed.start()
+        self.throughput.start()
         totals = self._accumulate(asked)
         if not math.isfinite(totals.loss):
             raise TrainError(self._not_finite("loss", totals.loss, step))
         norm = self.engine.update(rate, train.clip)
         if not math.isfinite(norm):
             raise TrainError(self._not_finite("gradient norm", norm, step))
-        self.speed.stop()
+        self.throughput.stop()
         self.step = step
         self._record(totals, norm, rate)
         if self.config.analyze.every is not None and step % self.config.analyze.every == 0:
-            self._look_inside()
+            self._log_health()
         improved = False
         if step % train.validate_every == 0 or step == self.steps:
             improved = self._validate()
@@ -149,13 +145,13 @@ class Training:
         return totals.stop
 
     def _accumulate(self, asked: Callable[[], bool]) -> StepLosses:
-        """Forward and backward of this rank's micro-batches; then one sum over ranks, with the wish to stop in it."""
+        """Forward and backward of this rank's micro-batches; one all-reduce sums losses and requests to stop."""
         losses = self.engine.accumulate(self._micro_batches())
         language, router, stop = self.world.sum([losses.language, losses.router, float(asked())])
         return StepLosses(language / self.world.size, router / self.world.size, stop > 0)
 
     def _micro_batches(self) -> list[MicroBatch]:
-        """This rank's of the next step."""
+        """This rank's share of the next step."""
         train, ranks = self.config.train, self.engine.data_size
         first, count = self.step * train.global_batch, train.global_batch // train.micro_batch
         numbers = range(self.engine.data_rank, -(-count // ranks) * ranks, ranks)
@@ -169,33 +165,33 @@ class Training:
     def _record(self, totals: StepLosses, norm: float, rate: float) -> None:
         if self.log is None:
             return
-        step, speed, sparse = self.step, self.speed, self.config.model.moe is not None
-        values: dict[str, Any] = {"tokens": step * speed.tokens, "loss": totals.loss}
+        step, throughput, sparse = self.step, self.throughput, self.config.model.moe is not None
+        values: dict[str, Any] = {"tokens": step * throughput.tokens, "loss": totals.loss}
         if sparse:
             values["router_loss"] = totals.router
         self.log.metric(step, **values, grad_norm=norm, learning_rate=rate)
-        rate_now, mfu = speed.tokens_per_second, speed.utilisation
-        self.log.clock(step, seconds=speed.seconds[-1], tokens_per_second=rate_now, mfu=mfu)
+        rate_now, mfu = throughput.tokens_per_second, throughput.utilization
+        self.log.clock(step, seconds=throughput.seconds[-1], tokens_per_second=rate_now, mfu=mfu)
         router = f"  router {totals.router:.3f}" if sparse else ""
-        left = duration((self.steps - step) * speed.step_seconds)
+        left = duration((self.steps - step) * throughput.step_seconds)
         self.progress.show(
             f"step {step}/{self.steps}  loss {totals.loss:.4f}{router}  {short(rate_now)} tokens/s  "
             f"MFU {mfu:.1%}  left {left}"
         )
 
-    def _look_inside(self) -> None:
-        """Signs of health on the first held-out sequences. All ranks run it on the same: a sharded model needs them."""
-        sequences = self.held_out.batch(0, self.config.train.micro_batch)
+    def _log_health(self) -> None:
+        """Stream statistics on the first validation sequences. All ranks run the same, since the model is sharded."""
+        sequences = self.validation_loader.batch(0, self.config.train.micro_batch)
         losses: list[float] = []
         found = health(self.engine.decoder.stack, lambda: losses.append(self.engine.evaluate(sequences)))
         if not math.isfinite(losses[0]):
-            raise TrainError(self._not_finite("loss on held-out sequences", losses[0], self.step))
+            raise TrainError(self._not_finite("loss on validation sequences", losses[0], self.step))
         if self.log is not None:
             self.log.metric(self.step, **found)
 
     def _validate(self) -> bool:
-        """The loss on the held-out tokens. -> whether it is the best so far"""
-        loss = validate(self.engine, self.held_out, self.config, self.world)
+        """-> whether the validation loss is the best so far"""
+        loss = validate(self.engine, self.validation_loader, self.config.train, self.world)
         if not math.isfinite(loss):
             raise TrainError(self._not_finite("validation loss", loss, self.step))
         self.validation_loss = loss
@@ -227,7 +223,7 @@ class Training:
             load_initial_weights(start, tensors, distributed=self.world.size > 1)
             self.engine.load_tensors(tensors)
             if self.world.is_main:
-                self.progress.say(f"begins with the weights of {start}")
+                self.progress.say(f"starting from the weights of {start}")
         if state is None:
             return
         self.engine.load_tensors(tensors)
@@ -240,14 +236,14 @@ class Training:
 
     def _end(self) -> TrainResult:
         self.checkpoints.wait()
-        self.world.gather_or_raise(self._check_saved)  # a rank that was lost while saving is noticed here
+        self.world.gather_or_raise(self._check_saved)  # detects a rank that died while saving
         finished = self.step >= self.steps
         if finished and self.world.is_main:
-            self._summarise()
+            self._write_summary()
         elif self.world.is_main:
             self.progress.say(
                 f"stopped at step {self.step} of {self.steps}; saved as {self.checkpoints.last()}. "
-                "The same command goes on from there"
+                "Run the same command to resume"
             )
         return TrainResult(self.step, finished, self.validation_loss)
 
@@ -255,53 +251,53 @@ class Training:
         if self.checkpoints.failure is not None:
             raise TrainError(self.checkpoints.failure)
 
-    def _summarise(self) -> None:
-        before = self.folder / run_folder.SUMMARY
-        if before.exists() and not self.speed.seconds:  # a finished run that was started again
+    def _write_summary(self) -> None:
+        path = self.folder / run_folder.SUMMARY
+        if path.exists() and not self.throughput.seconds:  # a finished run, started again
             return
         summary = {
             "steps": self.step,
-            "tokens": self.step * self.speed.tokens,
+            "tokens": self.step * self.throughput.tokens,
             "validation_loss": self.validation_loss,
             "best_validation_loss": self.best_loss,
             "best_step": self.best_step,
-            "tokens_per_second": self.speed.overall(),
+            "tokens_per_second": self.throughput.overall(),
             "peak_memory": peak_memory(self.world.device),
             "processes": self.world.size,
             "engine": engine_name(self.config, self.world.size),
             "device": self.world.device.type,
             "threads": torch.get_num_threads(),
         }
-        write_json(before, summary)
+        write_json(path, summary)
 
     def _not_finite(self, what: str, value: float, step: int) -> str:
         batch, seed = self.config.train.global_batch, self.config.train.seed
-        self.checkpoints.wait()  # the step before may still be on its way to the disk
+        self.checkpoints.wait()  # the previous step may still be being written
         last = self.checkpoints.last()
-        safe = f"the last good checkpoint is {last}" if last else "there is no checkpoint yet"
+        saved = f"the last good checkpoint is {last}" if last else "there is no checkpoint yet"
         return (
-            f"the {what} is {value} at step {step} (sequences {(step - 1) * batch} to {step * batch - 1} of seed "
-            f"{seed}); nothing was saved of it, {safe}. Lower train.learning_rate, or look at these sequences"
+            f"the {what} is {value} at step {step} (sequences {(step - 1) * batch} to {step * batch - 1} with seed "
+            f"{seed}); this step was not saved, {saved}. Lower train.learning_rate, or inspect these sequences"
         )
 
 
-def validate(engine: Engine, held_out: Loader, config: Config, world: World) -> float:
-    """The mean loss over the held-out tokens, at most `validation_tokens` of them."""
-    wanted = max(1, config.train.validation_tokens // config.model.context)
-    count, rows = min(held_out.windows, wanted), config.train.micro_batch
-    total = 0.0
-    for start in range(0, count, rows * engine.data_size):
-        # All ranks run each round, since a sharded model is gathered together; beyond the end it does not count.
-        first = start + engine.data_rank * rows
-        size = min(rows, count - first)
-        loss = engine.evaluate(held_out.batch(min(first, count - 1), max(1, size)))
-        total += loss * max(0, size)
+def validate(engine: Engine, loader: Loader, train: TrainConfig, world: World) -> float:
+    """The mean loss over at most `validation_tokens` validation tokens, in whole windows."""
+    count = loader.windows_within(train.validation_tokens)
+    total = sum_over_windows(
+        loader,
+        count,
+        train.micro_batch,
+        lambda sequences: engine.evaluate(sequences) * len(sequences),
+        engine.data_rank,
+        engine.data_size,
+    )
     return world.sum([total])[0] * engine.data_size / (world.size * count)
 
 
 @contextmanager
 def stop_signals(world: World) -> Iterator[Callable[[], bool]]:
-    """SIGTERM and Ctrl-C become a wish to stop after this step. A second Ctrl-C of a process alone stops at once."""
+    """SIGTERM and Ctrl-C request a stop after this step; in a single process a second Ctrl-C stops immediately."""
     received: list[int] = []
 
     def handle(number: int, frame: types.FrameType | None) -> None:
@@ -318,31 +314,29 @@ def stop_signals(world: World) -> Iterator[Callable[[], bool]]:
 
 
 def check_batch(config: Config, processes: int) -> None:
-    """Refuse a global batch with too few micro-batches."""
     train = config.train
     ranks = engine_mesh(config, processes).data
     if train.global_batch < train.micro_batch * ranks:
         raise TrainError(
-            f"train.global_batch={train.global_batch} does not cut into micro-batches of "
-            f"train.micro_batch={train.micro_batch} on {ranks} data-parallel ranks, one for each at least: use a "
-            f"global_batch of {train.micro_batch * ranks} or more, a smaller micro_batch, or fewer processes"
+            f"train.global_batch={train.global_batch} must be at least train.micro_batch={train.micro_batch} × {ranks} "
+            f"data-parallel ranks = {train.micro_batch * ranks}: increase it, or use a smaller micro_batch or fewer "
+            "processes"
         )
 
 
 def check_vocabulary(config: Config, data: Path, index: Index) -> None:
-    """Refuse data whose tokenizer has more entries than the model."""
     if index.vocab_size > config.model.vocab_size:
         raise TrainError(
-            f"{data / shards.INDEX}: the tokenizer has {index.vocab_size:,} entries and the model "
-            f"{config.model.vocab_size:,}: set model.vocab_size={index.vocab_size}, or prepare with a smaller tokenizer"
+            f"{data / shards.INDEX}: the tokenizer has {index.vocab_size:,} tokens, more than "
+            f"model.vocab_size={config.model.vocab_size}: set it to {index.vocab_size}, or use a smaller tokenizer"
         )
 
 
 def _verify(config: Config, data: Path, folder: Path, index: Index, world: World, progress: Progress) -> None:
-    """A look at every token, shared by all ranks, unless an earlier start had it."""
+    """Compare all checksums, each rank those of some files, unless an earlier start did."""
     known = world.broadcast(shards.read_stamps(folder / VERIFIED))
     if known is None and index.tokens("train") > 10**8:
-        progress.say(f"reading all of {data} once to check it")
+        progress.say(f"verifying all of {data} once")
     share = world.rank, world.size
     stamps = world.gather_or_raise(lambda: shards.verify(data, index, config.model.vocab_size, known or {}, share))
     if world.is_main:

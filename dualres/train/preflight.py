@@ -1,4 +1,4 @@
-"""What can be checked before a run starts: a row each, ok, a note, or a problem with its remedy. Nothing is written."""
+"""Checks before a run starts, each ok, a note, or a problem with its remedy. Nothing is written."""
 
 import dataclasses
 import importlib.util
@@ -14,6 +14,8 @@ from dualres.config.schema import Config, ConfigError
 from dualres.data import shards
 from dualres.data.loader import Loader
 from dualres.data.shards import Index
+from dualres.model.accounting import parameters
+from dualres.model.decoder import build_decoder
 from dualres.parallel.pipeline import micro_batches
 from dualres.train import checkpoint, run_folder
 from dualres.train.engines.build import engine_mesh, engine_name
@@ -33,8 +35,6 @@ USED_BY_ENGINE = {  # fields of train.parallel
 
 
 class Check(NamedTuple):
-    """What was found."""
-
     name: str
     state: Literal["ok", "note", "problem"]
     says: str
@@ -48,8 +48,8 @@ class Places(NamedTuple):
     made_at_start: bool  # the data, where they are not there yet
 
 
-def check_start(config: Config, ranks: int, parameters: int, places: Places, wandb: bool = False) -> list[Check]:
-    """Everything that the start would refuse or that a user should know first."""
+def check_start(config: Config, ranks: int, places: Places, wandb: bool = False) -> list[Check]:
+    """All that a start would refuse, and what a user should know first."""
     try:
         engine_mesh(config, ranks)
         rows = [_checked("batch", lambda: _batch(config, ranks))]
@@ -62,18 +62,10 @@ def check_start(config: Config, ranks: int, parameters: int, places: Places, wan
     if here < ranks:
         instead = "it would train on the CPU" if ranks == 1 else "start it where they are"
         rows.append(Check("GPUs", "note", f"{here} in this machine, {ranks} in the plan: {instead}"))
-    index = None
-    if (places.data / shards.INDEX).exists() or not places.made_at_start:
-        try:
-            index = shards.read_index(places.data)
-            rows += _data(config, places, index)
-        except (DataError, OSError) as error:
-            rows.append(Check("data", "problem", str(error)))
-    else:
-        says = f"{places.data} is not there: the start makes it of Python's standard library{other_dataset(config)}"
-        rows.append(Check("data", "note", says))
+    index, found = _data(config, places)
+    rows += found
     rows.append(_checked("run folder", lambda: _run_folder(config, places, index)))
-    disk = _checked("disk", lambda: _disk(config, places.out, parameters))
+    disk = _checked("disk", lambda: _disk(config, places.out))
     elsewhere = disk.state == "problem" and ranks > max(1, here)
     rows.append(Check("disk", "note", f"in this machine: {disk.says}") if elsewhere else disk)
     unused = unused_mesh(config, engine_or_asked(config, ranks))
@@ -82,7 +74,7 @@ def check_start(config: Config, ranks: int, parameters: int, places: Places, wan
 
 
 def unused_mesh(config: Config, engine: str) -> str | None:
-    """What the config says of the paper's mesh and this engine does not use."""
+    """The fields of `train.parallel` that are set and that this engine does not use."""
     parallel = config.train.parallel
     used = USED_BY_ENGINE.get(engine, set())
     asked = {
@@ -120,7 +112,7 @@ def _batch(config: Config, ranks: int) -> Check:
     filling = steps * mesh.data - train.global_batch // train.micro_batch
     says = f"{train.global_batch} = {mesh.data} ranks × {train.micro_batch} × {steps} micro-batches"
     if filling:
-        return Check("batch", "note", f"{says}, less {filling} that run and count for nothing")
+        return Check("batch", "note", f"{says}, padded with {filling} zero-weight micro-batches")
     return Check("batch", "ok", says)
 
 
@@ -139,22 +131,28 @@ def _package(name: str, extra: str, purpose: str) -> Check:
     return Check(name, "ok", f"{name} is installed")
 
 
-def _data(config: Config, places: Places, index: Index) -> list[Check]:
-    data = places.data
+def _data(config: Config, places: Places) -> tuple[Index | None, list[Check]]:
+    data, context = places.data, config.model.context
+    other = other_dataset(config) if places.made_at_start else ""
+    if places.made_at_start and not (data / shards.INDEX).exists():
+        says = f"{data} does not exist: the start prepares it from Python's standard library{other}"
+        return None, [Check("data", "note", says)]
+    try:
+        index = shards.read_index(data)
+    except (DataError, OSError) as error:
+        return None, [Check("data", "problem", str(error))]
 
     def vocabulary() -> Check:
         check_vocabulary(config, data, index)
         return Check("vocabulary", "ok", f"{index.vocab_size:,} of the model's {config.model.vocab_size:,} entries")
 
     def budget() -> Check:
-        windows = Loader(data, index, "train", config.model.context, config.train.seed).windows
-        sequences = steps_of(config.train, config.model.context) * config.train.global_batch
-        passes = sequences / windows
+        windows = Loader(data, index, "train", context, config.train.seed).windows
+        passes = steps_of(config.train, context) * config.train.global_batch / windows
         says = f"{passes:.3g} passes over {index.tokens('train'):,} tokens"
         return Check("tokens", "ok", says) if passes <= 1 else Check("tokens", "note", f"{says}: prepare more for one")
 
     def held_out() -> Check:
-        context = config.model.context
         there = Loader(data, index, "validation", context, None).windows * context
         asked = max(1, config.train.validation_tokens // context) * context
         if there >= asked:
@@ -163,18 +161,17 @@ def _data(config: Config, places: Places, index: Index) -> list[Check]:
 
     def content() -> Check:
         if index.tokens("train") > SMALL:
-            return Check("checksums", "note", "of the shards are compared at the start: they are too large for a look")
+            return Check("checksums", "note", "too many tokens to read now: the start compares them")
         shards.verify(data, index, max(config.model.vocab_size, index.vocab_size))  # the vocabulary has its own row
         return Check("checksums", "ok", "every shard is as it was written")
 
-    other = other_dataset(config) if places.made_at_start else ""
-    found = Check("data", "note" if other else "ok", f"{data}: from {index.source}{other}")
+    source = Check("data", "note" if other else "ok", f"{data}: from {index.source}{other}")
     checks = {"vocabulary": vocabulary, "tokens": budget, "validation": held_out, "checksums": content}
-    return [found, *(_checked(name, work) for name, work in checks.items())]
+    return index, [source, *(_checked(name, work) for name, work in checks.items())]
 
 
 def other_dataset(config: Config) -> str:
-    """Where the default data are not what the recipe was written for."""
+    """A hint where the default data are not the recipe's dataset."""
     dataset = config.train.dataset
     return "" if dataset == "local" else f"; the recipe's dataset is {dataset}: prepare it and give --data"
 
@@ -182,7 +179,7 @@ def other_dataset(config: Config) -> str:
 def _run_folder(config: Config, places: Places, index: Index | None) -> Check:
     out = places.out
     if not (_there(out).is_dir() and os.access(_there(out), os.W_OK)):
-        raise TrainError(f"{_there(out)} is no folder that can be written: give another --out")
+        raise TrainError(f"{_there(out)} is not a writable folder: give another --out")
     if (out / LOCK).exists():
         with run_folder.lock_run(out):
             pass  # no one trains there
@@ -193,22 +190,23 @@ def _run_folder(config: Config, places: Places, index: Index | None) -> Check:
     if index is not None:
         run_folder.check_data(out, places.data, index)
     if not checkpoints:
-        return Check("run folder", "ok", f"{out} has started and has no checkpoint: it starts at the first step")
+        return Check("run folder", "ok", f"{out} has no checkpoint yet: it starts at the first step")
     steps = steps_of(config.train, config.model.context)
     if checkpoints[-1].name == checkpoint.step_name(steps):
-        return Check("run folder", "note", f"{out} is finished, with {checkpoints[-1].name}: nothing is left to do")
-    return Check("run folder", "ok", f"{out} goes on from {checkpoints[-1].name} of {steps:,} steps")
+        return Check("run folder", "note", f"{out} is finished, with {checkpoints[-1].name}: nothing to do")
+    return Check("run folder", "ok", f"{out} resumes from {checkpoints[-1].name} of {steps:,} steps")
 
 
-def _disk(config: Config, out: Path, parameters: int) -> Check:
-    """Against the checkpoints that will lie there together, less those that already do."""
+def _disk(config: Config, out: Path) -> Check:
+    """Free space against the checkpoints that will be there together, less those that already are."""
     count = config.train.keep_checkpoints + SPARE_CHECKPOINTS
-    there = sum(path.stat().st_size for path in (out / run_folder.CHECKPOINTS).rglob("*") if path.is_file())
-    needed = max(0, count * CHECKPOINT_BYTES * parameters - there)
+    stored = sum(path.stat().st_size for path in (out / run_folder.CHECKPOINTS).rglob("*") if path.is_file())
+    size = parameters(build_decoder(config.model, config.residual, device="meta")).total
+    needed = max(0, count * CHECKPOINT_BYTES * size - stored)
     free = shutil.disk_usage(_there(out)).free
     says = f"{needed / 2**30:.1f} GiB for {count} checkpoints, {free / 2**30:.1f} GiB free"
     if free < needed:
-        raise TrainError(f"{says}: free some, lower train.keep_checkpoints, or give another --out")
+        raise TrainError(f"{says}: free space, lower train.keep_checkpoints, or give another --out")
     return Check("disk", "ok", says)
 
 

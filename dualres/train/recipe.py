@@ -1,4 +1,4 @@
-"""The paper's recipe as functions of the config: which parameters decay, and the learning rate of every step."""
+"""The paper's recipe: which parameters decay, and the learning-rate schedule."""
 
 import math
 from collections.abc import Iterator
@@ -12,22 +12,22 @@ from dualres.config.schema import TrainConfig
 
 
 def optimizer_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """The parameters in groups for AdamW: matrices decay; norms, queries, gates, biases and scales do not.
+    """Parameter groups for AdamW: matrices decay; norms, queries, gates, biases and scales do not.
 
-    Those that are spread over other ranks than the rest have groups of their own, as one operation cannot take both.
+    Parameters on different device meshes are in different groups, since fused AdamW cannot mix them.
     """
     matrices = {id(p) for p in _matrices(model)}
     groups: dict[Any, list[Tensor]] = {}
     for decays in (True, False):
         for p in model.parameters():
             if (id(p) in matrices) == decays:
-                spread = p.device_mesh if isinstance(p, DTensor) else None
-                groups.setdefault((decays, spread), []).append(p)
+                mesh = p.device_mesh if isinstance(p, DTensor) else None
+                groups.setdefault((decays, mesh), []).append(p)
     return [{"params": held, "weight_decay": weight_decay if decays else 0.0} for (decays, _), held in groups.items()]
 
 
 def _matrices(model: nn.Module) -> Iterator[Tensor]:
-    """What multiplies a vector as a matrix: by role, so that a gate of any shape is none."""
+    """Parameters that act as matrices: by role, so that no gate is one, whatever its shape."""
     for module in model.modules():
         if isinstance(module, nn.Linear | nn.Embedding):
             yield module.weight
@@ -36,7 +36,7 @@ def _matrices(model: nn.Module) -> Iterator[Tensor]:
 
 
 def learning_rate(step: int, steps: int, train: TrainConfig) -> float:
-    """Of step 0, 1, …: linear warmup to the peak, then half a cosine down to the minimum at the last step."""
+    """At step 0, 1, …: linear warmup to the peak, then cosine decay to the minimum at the last step."""
     if step < train.warmup_steps:
         return train.learning_rate * (step + 1) / train.warmup_steps
     progress = (step - train.warmup_steps) / max(1, steps - 1 - train.warmup_steps)
@@ -45,14 +45,14 @@ def learning_rate(step: int, steps: int, train: TrainConfig) -> float:
 
 
 def steps_of(train: TrainConfig, context: int) -> int:
-    """How many steps the token budget makes; a last, partial batch is not begun."""
+    """The number of steps in the token budget; a last, partial batch is dropped."""
     return max(1, train.tokens // (train.global_batch * context))
 
 
 def adamw(model: nn.Module, train: TrainConfig) -> torch.optim.AdamW:
-    """AdamW with the recipe's settings; the learning rate is set anew at every step.
+    """AdamW with the recipe's settings; the loop sets the learning rate at every step.
 
-    A parameter without memory belongs to another rank of a pipeline, and to its optimizer.
+    Parameters on the meta device belong to another pipeline rank, which optimizes them.
     """
     groups = optimizer_groups(model, train.weight_decay)
     for group in groups:
@@ -62,7 +62,7 @@ def adamw(model: nn.Module, train: TrainConfig) -> torch.optim.AdamW:
 
 
 def fresh_state(parameter: Tensor) -> dict[str, Tensor]:
-    """What AdamW makes for a parameter at its first step."""
+    """AdamW's state of a parameter before its first step."""
     return {
         "step": torch.zeros((), device=parameter.device),
         "exp_avg": torch.zeros_like(parameter, requires_grad=False),

@@ -1,17 +1,16 @@
-"""A run's folder: what was asked for, one run at a time, and what a finished run says of itself.
+"""The folder of a run, which only one process group may use at a time.
 
-RUN/config.json      the experiment, the data, the version of dualres, the model that it began with
-    tokenizer.json   the data's
-    metrics.jsonl    losses, gradient norm and learning rate by step; the same on every repetition
-    speed.jsonl      the clock: tokens/s and utilisation by step
+RUN/config.json      the experiment, the data, the version of dualres, the model that it started from
+    tokenizer.json   a copy of the data's
+    metrics.jsonl    losses, gradient norm and learning rate by step; identical on every repetition
+    speed.jsonl      tokens/s and utilization by step
     tensorboard/     both, for TensorBoard
     checkpoints/     see dualres.train.checkpoint
     summary.json     written at the end
-    verified.json    which data files were read in whole
+    verified.json    which data files were verified
     lock             held while a process trains
 """
 
-import dataclasses
 import json
 import shutil
 from collections.abc import Set
@@ -28,7 +27,7 @@ from dualres.util.errors import TrainError
 from dualres.util.version import VERSION
 
 CONFIG, SUMMARY, CHECKPOINTS = "config.json", "summary.json", "checkpoints"
-# What may change between an interruption and its resumption: how the work is done, not what is computed.
+# May change when a run resumes: how the work is done, not what is computed.
 MAY_CHANGE: Set[str] = {
     "train.micro_batch",
     "train.compile",
@@ -45,12 +44,11 @@ MAY_CHANGE: Set[str] = {
 
 
 def lock_run(folder: Path) -> AbstractContextManager[None]:
-    """Hold the folder for this run alone."""
-    return locked(folder, TrainError(f"another process trains in {folder}: wait for it, or use a new folder"))
+    return locked(folder, TrainError(f"another process is training in {folder}: wait for it, or use a new folder"))
 
 
 def has_started(folder: Path) -> bool:
-    """Whether a run in `folder` took a step: one that was refused at its start binds no one."""
+    """Whether a run in `folder` has taken a step: one that was refused before imposes no config on the next."""
     metrics = folder / METRICS
     return (metrics.exists() and metrics.stat().st_size > 0) or (folder / CHECKPOINTS).exists()
 
@@ -67,16 +65,16 @@ def is_run(folder: Path) -> bool:
 
 
 def open_run(folder: Path, config: Config, data: Path, index: Index, start: Path | None = None) -> None:
-    """Begin a run in `folder`, or take one up: refused where it has another experiment or other data.
+    """Start a run in `folder`, or resume it: refused if config or data have changed.
 
-    `start`: the saved model whose weights it begins with.
+    `start`: the exported model whose weights it starts from.
     """
-    began = {} if start is None else {"start": start.resolve().name}
+    origin = {} if start is None else {"start": start.resolve().name}
     if has_started(folder):
         check_config(folder, config)
         check_data(folder, data, index)
         before = read_description(folder)
-        began = {"start": before["start"]} if "start" in before else {}
+        origin = {"start": before["start"]} if "start" in before else {}
     partial = partial_of(folder / TOKENIZER)
     shutil.copyfile(data / TOKENIZER, partial)
     partial.replace(folder / TOKENIZER)
@@ -86,36 +84,34 @@ def open_run(folder: Path, config: Config, data: Path, index: Index, start: Path
         "end_of_text": index.end_of_text,
         "fingerprint": index.fingerprint,
     }
-    write_json(folder / CONFIG, {"dualres": VERSION, "config": _as_data(config), "data": used, **began})
+    write_json(folder / CONFIG, {"dualres": VERSION, "config": _as_data(config), "data": used, **origin})
 
 
 def check_data(folder: Path, data: Path, index: Index) -> None:
-    """Refuse other data than those of the run that `folder` holds, wherever they lie now."""
+    """Refuse data whose tokens differ from those of the run in `folder`; their path may change."""
     before = read_description(folder)["data"]
     if before["content"] != index.content:
         raise TrainError(
-            f"{folder} holds a run on other data ({before['folder']}, now {data}): use the data it began with, or a "
-            "new folder"
+            f"the run in {folder} was trained on other data ({before['folder']}, now {data}): use that data, or a new "
+            "folder"
         )
 
 
 def check_config(folder: Path, config: Config) -> None:
-    """Refuse a config that computes something else than the run that `folder` holds."""
-    # Routers balance each micro-batch, so its size is part of what a sparse model learns.
+    """Refuse a config that would compute something else than the run in `folder`."""
+    # Routers balance each micro-batch, so its size affects what an MoE model learns.
     free = MAY_CHANGE if config.model.moe is None else MAY_CHANGE - {"train.micro_batch"}
     changed = _differences(_as_data(read_config(folder)), _as_data(config), free)
     if changed:
         what = ", ".join(f"{key} {was!r} → {now!r}" for key, was, now in changed)
-        raise TrainError(f"{folder} holds a run with another config ({what}): use that config, or a new folder")
+        raise TrainError(f"the run in {folder} has another config ({what}): use that config, or a new folder")
 
 
 def read_description(folder: Path) -> dict[str, Any]:
-    """What `open_run` wrote."""
+    """The file that `open_run` wrote."""
     path = folder / CONFIG
     if not path.is_file():
-        raise TrainError(
-            f"{folder} has no {CONFIG}, which `dualres train` writes: restore that file, or use another folder"
-        )
+        raise TrainError(f"{folder} has no {CONFIG}, which `dualres train` writes: restore it, or use another folder")
     try:
         described = json.loads(path.read_text(encoding="utf-8"))
         if not {"config", "data"} <= described.keys():
@@ -126,18 +122,17 @@ def read_description(folder: Path) -> dict[str, Any]:
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
-    """What a finished run says of itself."""
     path = folder / SUMMARY
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:
         raise TrainError(
-            f"{path} cannot be read ({error}): remove it and give the run's command again, which writes it anew"
+            f"{path} cannot be read ({error}): remove it and run the training command again to rewrite it"
         ) from None
 
 
 def read_config(folder: Path) -> Config:
-    """The experiment of a run. A key that an older version did not have yet gets its default."""
+    """The experiment of a run. Keys that its version of dualres did not have get their defaults."""
     try:
         return build(Config, read_description(folder)["config"], "")
     except ConfigError as error:
@@ -146,11 +141,11 @@ def read_config(folder: Path) -> Config:
 
 def _as_data(config: Config) -> dict[str, Any]:
     """As it comes back from JSON."""
-    return json.loads(json.dumps(dataclasses.asdict(config)))
+    return json.loads(json.dumps(config.to_dict()))
 
 
 def _differences(before: Any, now: Any, free: Set[str], where: str = "") -> list[tuple[str, Any, Any]]:
-    """(key, then, now) of every value that differs and is not free to."""
+    """(key, before, now) of every value that differs and is not `free` to."""
     if isinstance(before, dict) and isinstance(now, dict):
         keys = list(dict.fromkeys([*before, *now]))
         inside = (_differences(before.get(key), now.get(key), free, f"{where}.{key}".lstrip(".")) for key in keys)

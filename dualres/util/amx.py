@@ -1,25 +1,25 @@
-"""Virtual machines that offer the CPU's matrix unit (AMX) and hide how it is used: PyTorch must do without it there."""
+"""Keeps PyTorch from using AMX, the CPU's matrix unit, on virtual machines that expose it incompletely."""
 
 import functools
 import os
 from pathlib import Path
 
 CPUINFO = Path("/proc/cpuinfo")
-TILES_LEAF = 0x1D  # of CPUID: it says what AMX tiles there are
-LIMIT, WITHOUT_AMX = "ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16"  # what oneDNN, PyTorch's library of products, obeys
+TILES_LEAF = 0x1D  # the CPUID leaf that describes AMX tiles
+LIMIT, WITHOUT_AMX = "ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16"  # read by oneDNN, which PyTorch uses
 
 
 def hides_its_tiles(cpuinfo: str) -> bool:
-    """Whether a processor, in the words of /proc/cpuinfo, has the flag of AMX and no leaf that describes its tiles."""
+    """Whether /proc/cpuinfo shows a processor with the AMX flag but without the CPUID leaf for its tiles."""
     lines = (line.partition(":") for line in cpuinfo.splitlines())
-    said = {name.strip(): value.split() for name, _, value in lines}
-    level = said.get("cpuid level") or [str(TILES_LEAF)]
-    return "amx_tile" in said.get("flags", ()) and int(level[0]) < TILES_LEAF
+    fields = {name.strip(): value.split() for name, _, value in lines}
+    level = fields.get("cpuid level") or [str(TILES_LEAF)]
+    return "amx_tile" in fields.get("flags", ()) and int(level[0]) < TILES_LEAF
 
 
 @functools.cache
 def avoid_hidden_tiles() -> None:
-    """Keep oneDNN from AMX where it would configure no tiles and die of an illegal instruction at a bfloat16 product.
+    """Disable AMX in oneDNN where a bfloat16 product would crash with an illegal instruction, tiles unconfigured.
 
     Training, generation and `open_model` call it before their first product; a loop of your own that computes in
     bfloat16 on such a machine must do so too. A limit that the user has set stays.

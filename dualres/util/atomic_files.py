@@ -1,4 +1,4 @@
-"""Files that are whole or not there: written under a temporary name, brought to the disk, then renamed."""
+"""Atomic files: written under a temporary name, flushed to disk, then renamed."""
 
 import fcntl
 import json
@@ -18,13 +18,12 @@ def partial_of(path: Path) -> Path:
 
 
 def flush(file: IO[Any]) -> None:
-    """Bring an open file to the disk."""
     file.flush()
     os.fsync(file.fileno())
 
 
 def flush_folder(folder: Path) -> None:
-    """Bring the names in a folder to the disk."""
+    """Flush the file names of a folder to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -34,7 +33,7 @@ def flush_folder(folder: Path) -> None:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """An error of the system says which file it is about, where the system does not: a full disk, say."""
+    """Add the file's name to OS errors without one, such as for a full disk."""
     try:
         yield
     except OSError as error:
@@ -45,11 +44,11 @@ def naming(path: Path) -> Iterator[None]:
 
 @contextmanager
 def locked(folder: Path, refusal: Exception) -> Iterator[None]:
-    """Hold a folder for this process alone, or raise `refusal`. The system frees it even when the process is killed."""
+    """Lock a folder, or raise `refusal`. The OS releases the lock even if the process is killed."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / LOCK).open("w") as file:
         try:
-            with naming(folder / LOCK):  # some file systems have no locks
+            with naming(folder / LOCK):  # not all file systems support locks
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise refusal from None
@@ -57,14 +56,14 @@ def locked(folder: Path, refusal: Exception) -> Iterator[None]:
 
 
 def is_free(path: Path) -> bool:
-    """Whether nothing is there, or an empty folder."""
+    """Whether `path` does not exist or is an empty folder."""
     return not path.exists() or (path.is_dir() and not any(path.iterdir()))
 
 
 @contextmanager
 def new_folder(path: Path, refusal: Exception) -> Iterator[Path]:
-    """A folder to write into, which gets its name when all is well; `refusal` where there is something already."""
-    path = path.resolve()  # "." has no name to write beside
+    """A temporary folder that is renamed to `path` on success; raises `refusal` if `path` is in use."""
+    path = path.resolve()  # "." has no name
     if not is_free(path):
         raise refusal
     partial = partial_of(path)
@@ -87,7 +86,7 @@ def new_folder(path: Path, refusal: Exception) -> Iterator[Path]:
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Replace the file `path` as a whole."""
+    """Replace the file atomically."""
     partial = partial_of(path)
     try:
         with naming(path), partial.open("wb") as file:
@@ -101,10 +100,8 @@ def write_bytes(path: Path, data: bytes) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace the file `path` as a whole."""
     write_bytes(path, text.encode())
 
 
 def write_json(path: Path, data: Any) -> None:
-    """Replace the file `path` as a whole."""
     write_text(path, json.dumps(data, indent=1, ensure_ascii=False) + "\n")

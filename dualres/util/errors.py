@@ -1,4 +1,4 @@
-"""Errors that end a command with a message instead of a traceback."""
+"""Exceptions that end a command with a message instead of a traceback."""
 
 
 class DataError(ValueError):

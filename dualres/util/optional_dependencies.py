@@ -8,11 +8,11 @@ on_demand = False
 
 
 class MissingExtraError(ImportError):
-    """A package that is not installed: the message has the command."""
+    """A package of an extra is not installed."""
 
 
 def need(module: str, extra: str, purpose: str) -> Any:
-    """Import a package of an extra, or say how to install it."""
+    """Import a package of an extra, or raise an error that tells how to install it."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError:

@@ -1,26 +1,26 @@
-"""Progress of long work: one line that renews itself on a terminal, a line now and then in a file."""
+"""Progress of long work: one updating line on a terminal, an occasional line in a file."""
 
 import sys
 import time
 from collections.abc import Callable
 
-Show = Callable[[str], None]  # is told how far the work has come
+Show = Callable[[str], None]  # receives progress messages
 
 TERMINAL_SECONDS, FILE_SECONDS = 0.1, 10.0
 CLEAR = "\r\x1b[K"
 
 
 class Progress:
-    """Shows the latest text on standard error, not more often than a reader can follow."""
+    """Shows the latest text on standard error, rate-limited."""
 
     def __init__(self, quiet: bool = False):
         self.quiet = quiet
         self.live = sys.stderr.isatty()
         self.last = 0.0
-        self.shown = False  # a line that is still open
+        self.shown = False  # whether the cursor is on a progress line
 
     def show(self, text: str) -> None:
-        """The state of the work; it may be skipped where one was shown just before."""
+        """Show the current state; skipped if one was shown just before."""
         now = time.monotonic()
         if self.quiet or now - self.last < (TERMINAL_SECONDS if self.live else FILE_SECONDS):
             return
@@ -29,7 +29,7 @@ class Progress:
         print(f"{CLEAR}{text}" if self.live else text, end="" if self.live else "\n", file=sys.stderr, flush=True)
 
     def say(self, text: str) -> None:
-        """Something that must be read: a line of its own."""
+        """Print a line that stays."""
         if self.quiet:
             return
         if self.shown:
@@ -38,20 +38,20 @@ class Progress:
         print(text, file=sys.stderr, flush=True)
 
     def end(self) -> None:
-        """Leave the last state on the screen."""
+        """Keep the last state on the screen."""
         if self.shown:
             print(file=sys.stderr, flush=True)
             self.shown = False
 
 
 def say_as(rank: int | str, text: object) -> None:
-    """A line of one rank of several, in one piece: others may speak at the same moment."""
+    """Print a line of one rank in a single write, since other ranks may print at the same time."""
     sys.stderr.write(f"dualres: {text}\n" if str(rank) == "0" else f"dualres, rank {rank}: {text}\n")
     sys.stderr.flush()
 
 
 def silent(text: str) -> None:
-    """A `Show` for those who do not look."""
+    """A `Show` that ignores its messages."""
 
 
 def duration(seconds: float) -> str:

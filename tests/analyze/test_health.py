@@ -25,7 +25,12 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("residual", "compiled", "names"),
     [
         ("dar-block", "off", {"rms_stream_0", "rms_stream_1", "rms_history_most", "cka", "write_gap", "divergence"}),
-        ("dar-full", "default", {"rms_stream_0", "rms_stream_1", "rms_history_most", "cka", "write_gap", "divergence"}),
+        pytest.param(
+            "dar-full",
+            "default",
+            {"rms_stream_0", "rms_stream_1", "rms_history_most", "cka", "write_gap", "divergence"},
+            marks=pytest.mark.slow,
+        ),
         ("mhc-4", "off", {*(f"rms_stream_{j}" for j in range(4)), "rms_history_most", "cka"}),
         ("attnres-block", "off", {"rms_stream_0", "rms_history_most"}),
         ("standard", "off", {"rms_stream_0", "rms_history_most"}),

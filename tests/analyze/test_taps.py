@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from dualres.analyze.cka import StreamStates
-from dualres.analyze.experts import RouterWatcher, watching_routers
+from dualres.analyze.experts import RouterChoices
 from dualres.analyze.gates import WriteGates
 from dualres.analyze.norms import Norms
 from dualres.analyze.retrieval import DepthWeights
 from dualres.analyze.taps import eager, replacing, watching
+from dualres.model.attention import RouterReport
 from dualres.model.block import compile_blocks
-from dualres.model.context import RouterReport
 from dualres.model.decoder import Decoder
 from tests.small import FEEDFORWARDS, RESIDUALS, gradients, model_config, next_token_loss, random_tokens, stirred
 
@@ -45,7 +45,7 @@ def test_watching_changes_no_bit(name: str, feedforward: str):
     decoder = stirred(model_config(feedforward), RESIDUALS[name], noise=0.1)
     wanted, before, names = outcome(decoder), structure(decoder), decoder.state_dict().keys()
     watchers = everything()
-    with watching(decoder.stack, *watchers), watching_routers(decoder.stack, RouterWatcher()):
+    with watching(decoder.stack, *watchers, RouterChoices()):
         watched = outcome(decoder)
         assert decoder.state_dict().keys() == names
     states, norms = watchers[0], watchers[3]
@@ -70,12 +70,11 @@ def pickled(decoder: Decoder) -> Decoder:
 def test_a_copy_is_not_tapped(copied: Callable[[Decoder], Decoder]):
     """What is copied while an analysis runs is the model, not the analysis."""
     decoder = stirred(model_config("moe"), RESIDUALS["dar-block"], noise=0.1)
-    wanted, norms, routers = outcome(decoder), Norms(), RouterWatcher()
+    wanted, norms, routers = outcome(decoder), Norms(), RouterChoices()
     with (
         replacing(next(iter(decoder.stack)), 1, torch.zeros_like),
-        watching(decoder.stack, norms),
+        watching(decoder.stack, norms, routers),
         watching(decoder.stack, DepthWeights()),
-        watching_routers(decoder.stack, routers),
     ):
         other = copied(decoder)
         found = outcome(other)
@@ -96,6 +95,7 @@ def fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_compiler")
 def test_compiled_blocks():
     """They are refused by name; run by their plain code they can be watched, and are compiled as before afterwards."""
@@ -163,8 +163,8 @@ def test_an_intervention(name: str):
 def test_what_routers_choose():
     """The watcher's balance is what the model itself reports, and loads count every assignment."""
     decoder = stirred(model_config("moe"), RESIDUALS["dar-block"])
-    report, router = RouterReport(), RouterWatcher()
-    with torch.no_grad(), watching_routers(decoder.stack, router):
+    report, router = RouterReport(), RouterChoices()
+    with torch.no_grad(), watching(decoder.stack, router):
         decoder(TOKENS, report=report)
     balance = router.balance()
     assert balance is not None

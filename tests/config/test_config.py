@@ -1,19 +1,31 @@
 """Configs: every impossible one is refused, naming field, value and remedy."""
 
+import dataclasses
+import json
+import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from dualres.config.loading import load_config, names
-from dualres.config.schema import ConfigError, ModelConfig, MoEConfig, ResidualConfig
+from dualres.config import Config, ConfigError, ModelConfig, MoEConfig, ResidualConfig, load_config
+from dualres.config.loading import names
 from dualres.model.decoder import build_decoder
 from dualres.residual import registry
 
 PAPER_SCALES = ["0.1b", "0.3b", "0.5b", "1b", "moe-7b"]
 
 
-@pytest.mark.parametrize("residual", names("residual"))
-@pytest.mark.parametrize("scale", names("scale"))
+PAIRS = [(scale, residual) for scale in names("scale") for residual in names("residual")]
+
+
+@pytest.mark.parametrize(
+    ("scale", "residual"),
+    [
+        pytest.param(*pair, marks=() if pair[0] == "nano" or pair[1] == "dar-block" else pytest.mark.slow)
+        for pair in PAIRS
+    ],
+)
 def test_every_pair_builds(scale: str, residual: str):
     config = load_config(scale, residual)
     build_decoder(config.model, config.residual, device="meta")
@@ -38,7 +50,7 @@ def test_paper_recipes(scale: str, steps: int, tokens_per_step: int):
     )
     assert (train.adam_eps, train.clip, train.seed, train.micro_batch) == (1e-8, 1.0, 42, 2)
     assert train.warmup_steps == (300 if scale in ("0.1b", "0.3b", "0.5b") else 2000)
-    assert config.residual.branches_per_block == (6 if scale == "moe-7b" else 4)
+    assert registry.branches_per_block(config.residual) == (6 if scale == "moe-7b" else 4)
     assert config.model.vocab_size == 131_072
     assert config.model.context == 4096
 
@@ -56,14 +68,16 @@ def test_overrides():
     config = load_config(
         "nano", "mhc-2", ["residual.streams=3", "train.learning_rate=1e-3", "train.tokens=2e6", "train.compile=off"]
     )
-    assert (config.residual.streams, config.train.learning_rate, config.train.tokens) == (3, 1e-3, 2_000_000)
-    assert config.train.compile == "off"
-    assert (
-        load_config(
-            "nano", "dar-block", ["residual.share_parameters=false", "residual.share_parameters=null"]
-        ).residual.share_parameters
-        is None
+    assert (config.residual.options, config.train.learning_rate, config.train.tokens) == (
+        (("streams", 3),),
+        1e-3,
+        2_000_000,
     )
+    assert config.train.compile == "off"
+    unset = load_config("nano", "dar-block", ["residual.share_parameters=false", "residual.share_parameters=null"])
+    assert unset.residual.options == ()
+    replaced = load_config("nano-moe", "standard", ["model.moe=null", "model.ffn_width=8", "model.moe=null"])
+    assert replaced.model.moe is None
 
 
 def test_a_file_of_ones_own(tmp_path: Path):
@@ -122,16 +136,18 @@ IMPOSSIBLE = [
         "residual.streams=3",
         ["residual.streams=3", "not an option of dar-block", "share_parameters, gate_scale, rho_bias"],
     ),
-    ("residual.sinkhorn_steps=0", ["residual.sinkhorn_steps=0", "1 or more"]),
+    ("residual={method: mhc, sinkhorn_steps: 0}", ["residual.sinkhorn_steps=0", "1 or more"]),
     ("residual={method: mhc, streams: 1000000}", ["residual.streams=1000000", "at most 64"]),
     ("residual={method: mhc, sinkhorn_steps: 1e9}", ["residual.sinkhorn_steps=1000000000", "at most 1000"]),
     ("residual.branches_per_block=1e308", ["residual.branches_per_block=1", "at most 16"]),
-    ("residual.value_rank=-1", ["residual.value_rank=-1", "0 (a full matrix)"]),
+    ("residual={method: attnres-vproj, value_rank: -1}", ["residual.value_rank=-1", "0 or more"]),
+    ("residual.0=1", ["residual.0=1", "not an option of dar-block"]),
+    ("residual={3: 4}", ["unknown key residual.3=4"]),
     ("train.micro_batch=3", ["global_batch=16", "micro_batch=3", "1, 2, 4, 8 or 16"]),
     ("train.min_learning_rate=1", ["min_learning_rate=1.0", "0.0003"]),
     ("train.betas=[0.9]", ["train.betas=[0.9]", "list of 2 numbers"]),
     ("train.precision=fp8", ["train.precision='fp8'", "bf16 or fp32"]),
-    ("train.parallel.zero_stage=4", ["train.parallel.zero_stage=4", "0, 1, 2 or 3"]),
+    ("train.parallel.zero_stage=4", ["train.parallel.zero_stage=4", "at most 3"]),
     ("train.tokens=1", ["train.tokens=1 ", "model.context=256", "at least 4096"]),
     ("train.warmup_steps=1e9", ["train.warmup_steps=1000000000", "732 steps", "fewer"]),
     ("train.parallel.tensor=3", ["train.parallel.tensor=3", "model.heads=4", "use 1 or 2"]),
@@ -139,7 +155,7 @@ IMPOSSIBLE = [
     ("train.parallel.expert=2", ["train.parallel.expert=2", "use 1, or set model.moe"]),
     ("train.parallel.pipeline=9", ["train.parallel.pipeline=9", "model.layers=8", "at most 8"]),
     ("train.seed=-1", ["train.seed=-1", "0 or more"]),
-    ("train.seed=1e20", ["train.seed=100000000000000000000", "smaller"]),
+    ("train.seed=1e20", ["train.seed=100000000000000000000", "at most 9223372036854775807"]),
     ("train.warmup_steps=-1", ["train.warmup_steps=-1", "0 or more"]),
 ]
 
@@ -161,12 +177,25 @@ def test_experts_that_do_not_split():
         load_config("nano-moe", "dar-block", ["train.parallel.expert=3"])
 
 
-def test_the_scales_block_size_can_be_set():
-    assert load_config("nano", "dar-block", ["branches_per_block=8"]).residual.branches_per_block == 8
-    assert load_config("nano", "dar-full", ["branches_per_block=8"]).residual.branches_per_block is None
-    for residual in ("dar-block", "standard"):  # checked also where no block form takes it
-        with pytest.raises(ConfigError, match="branches_per_block='four' is not a whole number"):
-            load_config("nano", residual, ["branches_per_block=four"])
+def test_the_block_size_of_a_scale_is_a_default():
+    def size(residual: str, *overrides: str) -> int:
+        return registry.branches_per_block(load_config("nano", residual, overrides).residual)
+
+    default = "residual.default_branches_per_block=8"
+    assert [size(name, default) for name in ("dar-block", "dar-full", "standard")] == [8, 2, 2]
+    assert [size(name, default, "residual.branches_per_block=6") for name in ("dar-block", "dar-full")] == [6, 6]
+    assert size("dar-block", "residual.default_branches_per_block=null") == 4
+    for residual in ("dar-block", "standard"):  # also where the method does not use it
+        with pytest.raises(ConfigError, match="default_branches_per_block='four' is not a whole number"):
+            size(residual, "residual.default_branches_per_block=four")
+
+
+def test_a_default_block_size_may_exceed_the_branches_and_a_given_one_may_not():
+    shallow = ["model.layers=1"]
+    blocks = registry.places(2, load_config("nano", "dar-block", shallow).residual)
+    assert [place.branches for place in blocks] == [2]
+    with pytest.raises(ConfigError, match=r"branches_per_block=4 .* at most 2"):
+        registry.places(2, load_config("nano", "dar-block", [*shallow, "residual.branches_per_block=4"]).residual)
 
 
 def test_a_base_is_found_beside_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -188,7 +217,7 @@ def test_unknown_names():
 
 @pytest.mark.parametrize(
     ("text", "says"),
-    [("model: [", "is not valid YAML"), ("- 1", "holds no mapping"), ("base: nowhere", "no scale 'nowhere'")],
+    [("model: [", "is not valid YAML"), ("- 1", "is not a mapping"), ("base: nowhere", "no scale 'nowhere'")],
 )
 def test_broken_files(tmp_path: Path, text: str, says: str):
     path = tmp_path / "broken.yaml"
@@ -210,14 +239,15 @@ def test_python_users_get_the_same_messages():
     with pytest.raises(ConfigError, match="at most 4"):
         MoEConfig(experts=4, active=8, expert_width=8)
     with pytest.raises(ConfigError, match="true or false"):
-        ResidualConfig("dar-block", share_parameters="layer")  # type: ignore[arg-type]
+        registry.resolve(ResidualConfig("dar-block", share_parameters="layer"))
 
 
 @pytest.mark.parametrize(
     ("kind", "fields", "says"),
     [
-        (ResidualConfig, {"method": "mhc", "streams": 2.5}, "residual.streams=2.5 is not a whole number"),
         (ResidualConfig, {"method": 3}, "residual.method=3 is not text"),
+        (ResidualConfig, {"method": "mhc", "branches_per_block": 0}, "residual.branches_per_block=0 .* 1 or more"),
+        (ResidualConfig, {"method": "mhc", "streams": {"n": 4}}, "residual.streams=.* is not a single value"),
         (ModelConfig, {"width": "wide"}, "model.width='wide' is not a whole number"),
         (ModelConfig, {"layers": None}, "model.layers=None is not a whole number"),
         (ModelConfig, {"tied_embeddings": "no"}, "model.tied_embeddings='no' is not true or false"),
@@ -233,4 +263,48 @@ def test_python_users_types_are_checked(kind: type, fields: dict[str, object], s
 
 
 def test_numbers_as_text_are_numbers():
-    assert ResidualConfig("mhc", streams="4").streams == 4  # type: ignore[arg-type]
+    assert registry.resolve(ResidualConfig("mhc", streams="4", gate_scale="3e-4")) == {
+        "streams": 4,
+        "gate_scale": 3e-4,
+        "sinkhorn_steps": 20,
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("3e-4", 3e-4), ("+30E-5", 3e-4), (".3e-3", 3e-4), ("0.3e-3", 3e-4), ("1.5e3", 1500), ("-2e1", -20)],
+)
+def test_yaml_numbers_without_a_dot_or_sign_are_numbers(text: str, number: float):
+    """YAML 1.1 reads 3e-4 and 1.5e3 as text: two runs with the same option would have different configs."""
+    assert load_config("nano", "mhc-2", [f"residual.gate_scale={text}"]).residual.options[0] == ("gate_scale", number)
+
+
+def test_a_residual_config_is_a_value():
+    config = ResidualConfig("mhc", branches_per_block=4, streams=2, gate_scale=0.5)
+    assert config == ResidualConfig("mhc", gate_scale=0.5, streams=2, branches_per_block=4, sinkhorn_steps=None)
+    assert config != ResidualConfig("mhc", branches_per_block=4, streams=2)
+    assert len({config, ResidualConfig(**config.to_dict()), pickle.loads(pickle.dumps(config))}) == 1
+    assert config.to_dict() == {"method": "mhc", "branches_per_block": 4, "gate_scale": 0.5, "streams": 2}
+    assert dataclasses.replace(config, branches_per_block=2).to_dict() == {**config.to_dict(), "branches_per_block": 2}
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.method = "standard"  # type: ignore[misc]
+
+
+def test_an_experiment_survives_json():
+    config = load_config("nano-moe", "mhc-2", ["residual.gate_scale=1e-3", "train.betas=[0.8, 0.9]"])
+    assert Config(**json.loads(json.dumps(config.to_dict()))) == config
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"gate_scal": 1}, "gate_scal=1 is not an option of dar-block .*did you mean residual.gate_scale?"),
+        ({"branch_per_block": 4}, "did you mean residual.branches_per_block?"),
+        ({"options": {"gate_scale": 1}}, "not a single value"),
+        ({"gate_scale": [1, 2]}, r"gate_scale=\(1, 2\) is not a finite number"),
+    ],
+    ids=str,
+)
+def test_unknown_options(given: dict[str, Any], says: str):
+    with pytest.raises(ConfigError, match=says):
+        registry.resolve(ResidualConfig("dar-block", **given))

@@ -135,7 +135,13 @@ def big_parquet(path: Path) -> None:
     pyarrow.parquet.write_table(table, path, row_group_size=len(table), use_dictionary=False, compression="none")
 
 
-@pytest.mark.parametrize(("name", "make"), [("a.txt", big_text), ("a.parquet", big_parquet)], ids=["txt", "parquet"])
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        pytest.param("a.txt", big_text, id="txt", marks=pytest.mark.slow),
+        pytest.param("a.parquet", big_parquet, id="parquet"),
+    ],
+)
 def test_memory_is_bounded(tmp_path: Path, name: str, make: Callable[[Path], None]):
     """With a tokenizer that is fast: a document is one token."""
     backend = tokenizers.Tokenizer(models.WordLevel({"?": 0}, unk_token="?"))

@@ -44,18 +44,20 @@ def test_two_preparations_in_one_folder(source: Path, tmp_path: Path):
             refusals.append(str(error))
 
     prepare(Settings(str(source), "bytes"), tmp_path / "out", second)
-    assert refusals == [f"another process prepares {tmp_path / 'out'}: wait for it, or use a new folder"]
+    assert refusals == [f"another process is preparing {tmp_path / 'out'}: wait for it, or use a new folder"]
     begin()  # afterwards it finds all done
     assert len(refusals) == 1
 
 
 def test_a_folder_inside_its_source(source: Path):
-    with pytest.raises(DataError, match=rf"{source / 'tokens'} lies inside its source {source}"):
+    with pytest.raises(DataError, match=rf"{source / 'tokens'} is inside its source {source}"):
         prepare(Settings(str(source), "bytes"), source / "tokens")
     assert not (source / "tokens").exists()
 
 
-@pytest.mark.parametrize(("limit", "name"), [(1000, "tokenizer.json"), (20_000, "train-00000.bin")])
+@pytest.mark.parametrize(
+    ("limit", "name"), [pytest.param(1000, "tokenizer.json", marks=pytest.mark.slow), (20_000, "train-00000.bin")]
+)
 def test_a_full_disk_is_named(limit: int, name: str, source: Path, tmp_path: Path):
     """As on a full disk, a file that grows beyond the limit cannot be written; then there is room again."""
     out = tmp_path / "out"
@@ -80,7 +82,7 @@ def test_a_full_disk_is_named(limit: int, name: str, source: Path, tmp_path: Pat
 
 def test_a_folder_of_something_else_is_refused(tmp_path: Path, folder: Path):
     (tmp_path / "thesis.partial").touch()
-    with pytest.raises(DataError, match=f"{tmp_path} is not empty and holds no preparation"):
+    with pytest.raises(DataError, match=f"{tmp_path} is not empty, and not from"):
         prepare(settings(folder), tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.partial"]
 
@@ -105,7 +107,7 @@ NOTHING: dict[str, tuple[str, bytes]] = {
 def test_a_source_without_documents(tmp_path: Path, name: str, content: bytes, tokenizer: str):
     (tmp_path / name).write_bytes(content)
     for _ in ("first", "again"):
-        with pytest.raises(DataError, match=f"the source {tmp_path / name} has no documents to train on"):
+        with pytest.raises(DataError, match=f"the source {tmp_path / name} has no documents for training"):
             prepare(settings(tmp_path / name, tokenizer=tokenizer), tmp_path / "out")
     assert not (tmp_path / "out" / "index.json").exists()
 
@@ -113,12 +115,12 @@ def test_a_source_without_documents(tmp_path: Path, name: str, content: bytes, t
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"held_out": -0.1}, "--held-out -0.1 is no share"),
-        ({"held_out": 1.0}, "--held-out 1.0 is no share"),
-        ({"held_out": float("nan")}, "--held-out nan is no share"),
+        ({"held_out": -0.1}, "--held-out -0.1 is not a fraction"),
+        ({"held_out": 1.0}, "--held-out 1.0 is not a fraction"),
+        ({"held_out": float("nan")}, "--held-out nan is not a fraction"),
         ({"shard_tokens": 0}, "--shard-tokens 0 is not positive"),
-        ({"tokenizer": "bpe:many"}, "--tokenizer bpe:many: write bpe:4096"),
-        ({"tokenizer": "bpe:12"}, "a BPE of 12 entries has no room"),
+        ({"tokenizer": "bpe:many"}, "--tokenizer bpe:many: use bpe:4096"),
+        ({"tokenizer": "bpe:12"}, "bpe:12 has no room"),
         ({"tokenizer": "missing.json"}, "--tokenizer missing.json: use bytes"),
         ({"tokenizer": __file__}, "test_prepare_faults.py is not a tokenizer.json"),
     ],

@@ -30,6 +30,7 @@ from tests.data.corpus import (
 )
 
 
+@pytest.mark.slow
 def test_killed_before_every_change_of_the_folder(tmp_path: Path, folder: Path, whole: Path):
     """And taken up again, it gives the same bytes."""
     wanted, stages = files(whole), set()
@@ -59,6 +60,7 @@ def test_killed_again_and_again(tmp_path: Path, folder: Path, whole: Path):
     assert files(tmp_path / "out") == files(whole)
 
 
+@pytest.mark.slow
 def test_the_command_is_killed(tmp_path: Path):
     """From outside, at any moment, as a scheduler does it."""
     source = write(tmp_path / "a.jsonl.zst", [document(number) for number in range(60)])
@@ -112,7 +114,7 @@ def test_other_settings_are_refused(interrupted: Path, changes: dict[str, Any], 
         before = files(out)
         with pytest.raises(DataError) as raised:
             prepare(settings(interrupted / "source", **changes), out)
-        assert str(raised.value).startswith(f"{out} was prepared from other settings ({says}")
+        assert str(raised.value).startswith(f"{out} was prepared with other settings ({says}")
         assert files(out) == before
         prepare(settings(interrupted / "source"), out)
 
@@ -141,7 +143,7 @@ def add(source: Path) -> str:
 @pytest.mark.parametrize("change", [grow, shrink, remove, add], ids=lambda change: change.__name__)
 def test_a_source_that_changed_is_refused(interrupted: Path, change: Callable[[Path], str]):
     name = change(interrupted / "source")
-    with pytest.raises(DataError, match=f"other files or sizes in the source: {name}"):
+    with pytest.raises(DataError, match=f"files or sizes in the source have changed: {name}"):
         prepare(settings(interrupted / "source"), interrupted / "out")
 
 
@@ -152,7 +154,7 @@ def test_a_tokenizer_that_changed_is_refused(tmp_path: Path, folder: Path):
     assert run(prepare_and_die, asked, tmp_path / "out", 16) == -signal.SIGKILL
     before = (tmp_path / "out" / "tokenizer.json").read_bytes()
     train_bpe(iter(DOCUMENTS), 399).save(path)
-    with pytest.raises(DataError, match=f"{path} is not the tokenizer that {tmp_path / 'out'} began with"):
+    with pytest.raises(DataError, match=f"{path} is not the tokenizer that {tmp_path / 'out'} started with"):
         prepare(asked, tmp_path / "out")
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == before
 
@@ -160,7 +162,7 @@ def test_a_tokenizer_that_changed_is_refused(tmp_path: Path, folder: Path):
 def test_a_stored_tokenizer_that_changed_is_refused(interrupted: Path):
     path = interrupted / "out" / "tokenizer.json"
     train_bpe(iter(DOCUMENTS), 299).save(path)
-    with pytest.raises(DataError, match=f"{path} is not the tokenizer that {interrupted / 'out'} began with"):
+    with pytest.raises(DataError, match=f"{path} is not the tokenizer that {interrupted / 'out'} started with"):
         prepare(settings(interrupted / "source"), interrupted / "out")
 
 
@@ -172,6 +174,7 @@ def test_a_shard_that_was_lost_is_named(interrupted: Path):
     assert not (interrupted / "out" / "index.json").exists()
 
 
+@pytest.mark.slow
 def test_settings_may_change_before_the_first_shard(tmp_path: Path, folder: Path, whole: Path):
     """A mistake in the first command does not spoil the folder: neither its tokenizer nor a shard stays."""
     first = settings(folder, tokenizer="bpe:290", held_out=0.9)

@@ -89,11 +89,15 @@ BAD = {  # name, content, what the error says beside the name
     "bad json": ("a.jsonl", json_lines(GOOD, '{"text": "x"'), "line 2 is not JSON"),
     "deep json": ("a.jsonl", json_lines(GOOD, "[" * 100_000), "line 2 is not JSON"),
     "long number": ("a.jsonl", json_lines(GOOD, '{"text": "x", "n": ' + "9" * 5000 + "}"), "line 2 is not JSON"),
-    "no field": ("a.jsonl", json_lines(GOOD, "", '{"body": "x", "id": 1}'), "line 3 has no text under 'text'"),
-    "number": ("a.jsonl", json_lines('{"text": 3}'), "line 1 has no text under 'text' but 3"),
-    "null": ("a.jsonl", json_lines(GOOD, '{"text": null}'), "line 2 has no text under 'text' but None"),
-    "list": ("a.json", b'[{"text": "x"}]', "line 1 has no text under 'text' but None (it has list)"),
-    "lone surrogate": ("a.jsonl", json_lines(GOOD, r'{"text": "a\ud800b"}'), "line 2 has a text that is no Unicode"),
+    "no field": (
+        "a.jsonl",
+        json_lines(GOOD, "", '{"body": "x", "id": 1}'),
+        "line 3 has None instead of text",
+    ),
+    "number": ("a.jsonl", json_lines('{"text": 3}'), "line 1 has 3 instead of text under 'text'"),
+    "null": ("a.jsonl", json_lines(GOOD, '{"text": null}'), "line 2 has None instead of text under 'text'"),
+    "list": ("a.json", b'[{"text": "x"}]', "line 1 has None instead of text under 'text' (it has list)"),
+    "lone surrogate": ("a.jsonl", json_lines(GOOD, r'{"text": "a\ud800b"}'), "line 2 is not valid Unicode"),
     "not utf-8": ("a.txt", ("é\n" * 9).encode() + b"\xff\n", "line 10 cannot be read"),
     "latin-1": ("a.jsonl", json_lines(GOOD) + '\n{"text": "café"}\n{}'.encode("latin-1"), "line 2 cannot be read"),
     "cut utf-8": ("a.txt", b"fine\n" + "é".encode()[:1], "line 2 cannot be read"),
@@ -131,8 +135,8 @@ NOT_TEXT = {
     "cut": (DOCUMENTS, lambda data: data[: len(data) // 2], "cannot be read as Parquet"),
     "altered": (DOCUMENTS, lambda data: data[:100] + b"\xff" * 3000 + data[3100:], "cannot be read as Parquet"),
     "no column": (None, None, "has no column 'text': use --field with one of ['body']"),
-    "null": (["a", None], None, "row 2 has no text under 'text' but None"),
-    "numbers": ([7], None, "row 1 has no text under 'text' but 7"),
+    "null": (["a", None], None, "row 2 has None instead of text under 'text'"),
+    "numbers": ([7], None, "row 1 has 7 instead of text under 'text'"),
     "not utf-8": (pyarrow.array([b"a", b"\xff"]).view(pyarrow.string()), None, "cannot be read as Parquet"),
 }
 
@@ -152,9 +156,9 @@ def test_bad_parquet_is_named(tmp_path: Path, column, spoil, says: str):
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("a.docx", "a.docx is of no known kind"),
-        ("a.docx.gz", "a.docx.gz is of no known kind"),
-        ("nothing", "holds no file that ends with .txt"),
+        ("a.docx", "a.docx has an unknown format"),
+        ("a.docx.gz", "a.docx.gz has an unknown format"),
+        ("nothing", "has no file that ends with .txt"),
     ],
 )
 def test_unknown_files(tmp_path: Path, name: str, says: str):
@@ -167,7 +171,7 @@ def test_unknown_files(tmp_path: Path, name: str, says: str):
 
 @pytest.mark.parametrize("name", ["missing", "missing/corpus.txt", "/missing/corpus", "./missing", "a/b/c"])
 def test_no_source(name: str):
-    with pytest.raises(DataError, match="no source"):
+    with pytest.raises(DataError, match="unknown source"):
         open_source(name)
 
 
@@ -195,9 +199,9 @@ def test_hugging_face_dataset(tmp_path: Path, suffix: str):
     write(tmp_path / f"test{suffix}", [ALL_ODD])
     assert list(source._dataset(str(tmp_path), None, "train", "text")) == DOCUMENTS
     assert list(source._dataset(str(tmp_path), None, "test", "text")) == [ALL_ODD]
-    with pytest.raises(DataError, match=rf"^{tmp_path}, row 1 has no text under 'body' but None \(it has .*text"):
+    with pytest.raises(DataError, match=rf"^{tmp_path}, row 1 has None instead of text under 'body' \(it has .*text"):
         list(source._dataset(str(tmp_path), None, "train", "body"))
-    with pytest.raises(DataError, match=f"{tmp_path} is no file or folder, and cannot be read as a dataset: .*dev"):
+    with pytest.raises(DataError, match=f"{tmp_path} is not a file or folder, and cannot be read as a dataset: .*dev"):
         list(source._dataset(str(tmp_path), None, "dev", "text"))
 
 
@@ -205,7 +209,7 @@ def test_a_dataset_that_breaks_off_is_named(tmp_path: Path):
     write_jsonl(tmp_path / "train.jsonl", DOCUMENTS)
     with (tmp_path / "train.jsonl").open("a") as file:
         file.write('\n{"text": ')
-    with pytest.raises(DataError, match=f"{tmp_path} is no file or folder, and cannot be read as a dataset"):
+    with pytest.raises(DataError, match=f"{tmp_path} is not a file or folder, and cannot be read as a dataset"):
         list(source._dataset(str(tmp_path), None, "train", "text"))
 
 
@@ -213,4 +217,4 @@ def test_a_dataset_out_of_reach(tmp_path: Path):
     arguments = ["prepare", "nobody/nothing", str(tmp_path / "out")]
     assert run(command, arguments, tmp_path / "said", {"HF_HUB_OFFLINE": "1"}) == 2
     last = (tmp_path / "said").read_text().splitlines()[-1]
-    assert last.startswith("dualres: nobody/nothing is no file or folder, and cannot be read as a dataset: ")
+    assert last.startswith("dualres: nobody/nothing is not a file or folder, and cannot be read as a dataset: ")

@@ -114,7 +114,7 @@ def test_training_reads_the_first_texts(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize("size", [0, 1, 256])
 def test_a_bpe_needs_room_for_bytes(size: int):
-    with pytest.raises(DataError, match=f"a BPE of {size} entries has no room"):
+    with pytest.raises(DataError, match=f"bpe:{size} has no room"):
         train_bpe(iter(TOPICS), size)
 
 
@@ -199,8 +199,8 @@ def test_a_document_cannot_end_itself(tmp_path: Path):
     [
         ("{}", None, "is not a tokenizer.json"),
         (None, None, "is not a tokenizer.json"),
-        (tokenizers.Tokenizer(models.BPE()).to_str(), None, "has none of the tokens <|endoftext|>"),
-        (byte_tokenizer().backend.to_str(), "<end>", "has none of the tokens <end> .*--end-of-text"),
+        (tokenizers.Tokenizer(models.BPE()).to_str(), None, "has none of the end-of-text tokens <|endoftext|>"),
+        (byte_tokenizer().backend.to_str(), "<end>", "has none of the end-of-text tokens <end>.*--end-of-text"),
     ],
     ids=["other json", "missing", "no end", "another end"],
 )

@@ -16,7 +16,7 @@ from dualres.evaluate import batch_size
 from dualres.evaluate.batch_size import CHUNK_BYTES, MOST_ROWS, Batch, batch_for, free_memory, row_bytes
 from dualres.evaluate.perplexity import score_source
 from dualres.hub.open_model import TrainedModel
-from dualres.plan.run_memory import Live
+from dualres.plan.live_bytes import LiveBytes
 from tests.evaluate.tiny import CONTEXT, TEXTS, Small, source_of, tiny_model
 
 CPU = torch.device("cpu")
@@ -144,7 +144,7 @@ def test_the_estimate_is_above_what_is_measured():
 
 def live_bytes(model: TrainedModel) -> int:
     tokens = torch.zeros(1, model.context, dtype=torch.long)
-    with torch.no_grad(), Live([*model.network.parameters(), *model.network.buffers()]) as live:
+    with torch.no_grad(), LiveBytes([*model.network.parameters(), *model.network.buffers()]) as live:
         model.network(tokens, use_cache=False)
         return live.peak
 

@@ -131,7 +131,7 @@ def test_tokens_beyond_the_model_are_refused(data: Path):
     """Before the model reads any."""
     model = tiny_model(context=CONTEXT, vocab_size=200)
     model.network.forward = None
-    with pytest.raises(DataError, match=r"has token 256 at position \d+, and the vocabulary has 200 entries"):
+    with pytest.raises(DataError, match=r"has token 256 at position \d+, outside model.vocab_size=200"):
         validation_loss(model, data, batch=Batch(2, CONTEXT))
 
 
@@ -156,7 +156,7 @@ def no_held_out(folder: Path) -> str:
 
 def no_index(folder: Path) -> str:
     (folder / INDEX).unlink()
-    return "has no index.json: make it with `dualres prepare"
+    return "has no index.json: create it with `dualres prepare"
 
 
 def no_tokenizer(folder: Path) -> str:

@@ -358,7 +358,9 @@ def test_a_tied_output_that_is_stored_twice_is_taken_once(tmp_path: Path):
 def test_only_the_pathway_and_the_context_can_be_set(tmp_path: Path):
     source = read_source(saved_family_model("llama", tmp_path / "source"))
     _, residual = target(source, "dar-block", ["residual.branches_per_block=2", "residual.rho_bias=0"])
-    assert (residual.branches_per_block, residual.rho_bias, residual.gate_scale) == (2, 0, 0)
+    assert residual == ResidualConfig(
+        "dar-block", branches_per_block=2, share_parameters=True, rho_bias=0, gate_scale=0
+    )
     with pytest.raises(ConfigError, match="a converted model is what its source is"):
         target(source, "dar-block", ["model.layers=3"])
     with pytest.raises(ConfigError, match="--residual"):

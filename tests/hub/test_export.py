@@ -181,7 +181,7 @@ def test_training_goes_on_from_a_saved_model(made: Made, tmp_path: Path):
     assert config.model.read_eps is not None
     told = Told()
     train(config, made.data, tmp_path / "run", ALONE, told, start=tmp_path / "dar")
-    assert "begins with the weights" in " ".join(told.said)
+    assert "starting from the weights" in " ".join(told.said)
     first = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])["loss"]
     fresh = json.loads((made.folder / "standard" / "metrics.jsonl").read_text().splitlines()[0])["loss"]
     assert fresh == pytest.approx(math.log(257), abs=0.2)
@@ -267,7 +267,7 @@ def test_commands(made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     began = ["--from", str(tmp_path / "dar")]
     assert cli.main(["train", "nano", "dar-block", *began, *data, *changes]) == 0
     assert cli.main(["train", "nano", "mhc-4", *began, *data, *changes]) == 2
-    assert "name what it is on" in capsys.readouterr().err
+    assert "use the model's method" in capsys.readouterr().err
 
 
 RECORDS = {
@@ -304,7 +304,7 @@ def test_an_exported_folder_is_exported_again(made: Made, tmp_path: Path):
 def test_training_from_a_folder_reads_its_model_and_nothing_else(made: Made, exported: Path):
     start = open_start(exported, made.data).decoder
     for override in ("residual.method=dar-selfkv", "model.rope_base=5", "residual.gate_scale=1"):
-        with pytest.raises(ConfigError, match="stays what it is"):
+        with pytest.raises(ConfigError, match="existing model cannot be changed"):
             load_recipe("nano", start.config, start.residual_config, [override])
     assert load_recipe("nano", start.config, start.residual_config, ["model.context=16"]).model.context == 16
     shutil.copyfile(exported / "model.safetensors", exported / "backup.safetensors")

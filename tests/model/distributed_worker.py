@@ -24,9 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dualres.config.schema import MoEConfig
 from dualres.model.activation_checkpointing import Recompute
-from dualres.model.attention import Attention
+from dualres.model.attention import Attention, RouterReport
 from dualres.model.block import NormedBranch, recompute_blocks
-from dualres.model.context import RouterReport
 from dualres.model.decoder import Decoder
 from tests.small import FEEDFORWARDS, RESIDUALS, model_config, random_tokens, relative_error, stirred
 
@@ -197,6 +196,9 @@ def equal(engine: Callable[..., nn.Module], dtype: torch.dtype, residual: str, f
 
 KERNELS = ("standard", "attnres-block", "dar-block", "mhc-4")  # in float32: float64 takes the equations
 GROUPS: dict[str, dict[str, Case]] = {
+    "one of each": dict(
+        [equal(ddp, torch.float64, "dar-block", "dense"), equal(fsdp, torch.float32, "dar-block", "moe")]
+    ),
     "equal": dict(
         [equal(engine, torch.float64, r, f) for r in RESIDUALS for f in FEEDFORWARDS for engine in (ddp, fsdp)]
         # PyTorch's grouped product, on which experts run, does not exist in float64.

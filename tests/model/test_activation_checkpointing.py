@@ -11,8 +11,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.utils.checkpoint import CheckpointPolicy
 
 from dualres.model.activation_checkpointing import Recompute, keep_products
+from dualres.model.attention import RouterReport
 from dualres.model.block import NormedBranch, ResidualStack, compile_blocks, recompute_blocks, residual_stack
-from dualres.model.context import RouterReport
 from dualres.model.decoder import Decoder
 from tests.small import FEEDFORWARDS, RESIDUALS, model_config, next_token_loss, random_tokens, stirred
 
@@ -68,6 +68,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.axes(residual="dar-block", feedforward="dense", share=0.75)
 @pytest.mark.parametrize(("recompute", "share"), WAYS)
 @pytest.mark.parametrize("feedforward", FEEDFORWARDS)
 @pytest.mark.parametrize("residual", RESIDUALS)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch._dynamo.exc import FailOnRecompileLimitHit
 
+from dualres.model.attention import RouterReport
 from dualres.model.block import compile_blocks
-from dualres.model.context import RouterReport
 from dualres.model.decoder import Decoder
 from tests.small import (
     RESIDUALS,

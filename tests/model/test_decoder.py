@@ -10,8 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dualres.config.schema import ResidualConfig
 from dualres.model import accounting, moe
+from dualres.model.attention import KVCache
 from dualres.model.block import NormedBranch
-from dualres.model.context import KVCache
 from dualres.model.decoder import build_decoder
 from dualres.ops import dispatch, grouped_linear
 from tests.small import (
@@ -137,6 +137,7 @@ def test_residual_traffic(
     assert moved.backward == 32 * backward
 
 
+@pytest.mark.axes(name="dar-block", feedforward="dense")
 @pytest.mark.parametrize("feedforward", FEEDFORWARDS)
 @pytest.mark.parametrize("name", RESIDUALS)
 def test_autocast(name: str, feedforward: str):

@@ -13,7 +13,9 @@ VIEWS = "error:FSDP2-wrapped module"  # it warns of a block that returns a view,
 
 
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="this PyTorch was built without gloo")
-@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize(
+    "group", [pytest.param(g, marks=() if g == "one of each" else pytest.mark.slow, id=g) for g in GROUPS]
+)
 def test_two_processes_equal_one(group: str, tmp_path: Path):
     """All cases of a group in one launch, hence in one test: a launch costs more than ten cases."""
     worker = ["-W", VIEWS, "-m", "tests.model.distributed_worker"]

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from dualres.config.schema import ResidualConfig
-from dualres.model.context import KVCache, RouterReport, causal_mask
+from dualres.model.attention import KVCache, RouterReport, causal_mask
 from dualres.model.decoder import Decoder
 from dualres.model.generation import generate
 from tests.small import FEEDFORWARDS, RESIDUALS, model_config, random_tokens, relative_error, stirred

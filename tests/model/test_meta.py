@@ -28,6 +28,7 @@ class RealBytes(TorchDispatchMode):
         return out
 
 
+@pytest.mark.axes(scale="1b", residual="dar-block")
 @pytest.mark.parametrize("residual", names("residual"))
 @pytest.mark.parametrize("scale", ["1b", "moe-7b"])
 def test_paper_scale_takes_no_memory_on_meta(scale: str, residual: str):
@@ -45,6 +46,7 @@ def shared_weights(decoder: Decoder) -> list[Tensor]:
     return [p.detach() for part in (decoder.vocabulary, *branches, decoder.norm) for p in part.parameters()]
 
 
+@pytest.mark.axes(residual="dar-block", feedforward="dense")
 @pytest.mark.parametrize("feedforward", FEEDFORWARDS)
 @pytest.mark.parametrize("residual", RESIDUALS)
 def test_seed_gives_the_same_branches_under_every_method(residual: str, feedforward: str):
@@ -63,6 +65,7 @@ def held(decoder: Decoder) -> list[dict[str, int]]:
     return [{name: id(value) for name, value in vars(module).items()} for module in decoder.modules()]
 
 
+@pytest.mark.axes(residual="dar-block", feedforward="dense")
 @pytest.mark.parametrize("feedforward", FEEDFORWARDS)
 @pytest.mark.parametrize("residual", RESIDUALS)
 def test_state_dict_is_the_parameters(residual: str, feedforward: str):
@@ -92,6 +95,7 @@ FORMATS = [
 ]
 
 
+@pytest.mark.axes(residual="dar-block", feedforward="dense", dtype=torch.bfloat16)
 @pytest.mark.parametrize(("dtype", "tolerance"), FORMATS)
 @pytest.mark.parametrize("feedforward", FEEDFORWARDS)
 @pytest.mark.parametrize("residual", RESIDUALS)

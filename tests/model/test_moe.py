@@ -11,7 +11,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.nn.functional import linear, silu
 
 from dualres.config.schema import ResidualConfig
-from dualres.model.context import Context, RouterReport
+from dualres.model.attention import Context, RouterReport
 from dualres.model.decoder import Decoder
 from dualres.model.moe import Experts, LocalExperts, MoE, router_logits
 from tests.small import (

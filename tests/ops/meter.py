@@ -17,7 +17,7 @@ from triton import language as tl
 from triton.runtime import interpreter
 
 from dualres.ops import triton as kernels
-from dualres.ops.inputs import HyperInputs, ReadInputs
+from dualres.ops.arguments import HyperReadArguments, ReadArguments
 
 NOBODY = -1
 ROUTES = {1: ([0], [0]), 2: ([1, 0], [0, 1])}  # key and value of AttnRes (one output stream) and of DAR (two)
@@ -175,7 +175,7 @@ class Inputs(NamedTuple):
         gates = [*self.gate(2, 2), *self.gate(2, 2), *(self.gate(1, 2) if updates else [])] if outputs == 2 else []
         coefficients = self.numbers(updates, outputs) if updates else None
         queries = torch.randn(outputs, width) if updates else None
-        given = ReadInputs(
+        given = ReadArguments(
             self.stream(outputs),
             self.numbers(outputs),
             [self.stream() for _ in range(updates)],
@@ -193,7 +193,7 @@ class Inputs(NamedTuple):
         gates = [tensor for values in (streams, streams, streams**2) for tensor in self.gate(values, streams)]
         written = [self.stream() for _ in range(updates)]
         weight = torch.randn(self.shape[-1])
-        return (HyperInputs(written, self.numbers(updates, streams), gates, weight, steps, EPS, EPS),)
+        return (HyperReadArguments(written, self.numbers(updates, streams), gates, weight, steps, EPS, EPS),)
 
     def write(self, updates: int, streams: int) -> tuple[Any, ...]:
         return [self.stream() for _ in range(updates)], self.numbers(updates, streams)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from dualres import ops
 from dualres.model.block import residual_stack
-from dualres.ops.reference import GateParameters, Norm
-from dualres.residual.live import Live, of_streams
+from dualres.ops import GateParameters, Live, Norm, Prefix, Route
+from dualres.residual.live import of_streams
 from dualres.residual.pathway import embed
 from dualres.residual.registry import METHODS
 
@@ -50,27 +50,34 @@ def entries() -> dict[str, tuple[Callable[..., Any], list[Any]]]:
 
     def gated_read(h: Tensor, z: Tensor, u: Any, c: Any, q: Any, flat: list[Tensor], weight: Any, key: Any, value: Any):
         own = None if weight is None else Norm(weight, 1e-6)
-        return ops.gated_read(h, z, u, c, q, grouped(flat), (key, value), 1e-6, own)
+        live, route = Live(tuple(u), c) if u else None, Route(key, value)
+        return ops.gated_read(Prefix(h, z), live, query=q, gates=grouped(flat), route=route, eps=1e-6, norm=own)
 
     def read(h: Tensor, z: Tensor, u: Any, c: Any, q: Any, flat: Any, weight: Any, key: Any, value: Any) -> Any:
-        return ops.read(h, z, u, c, q, (key, value), 1e-6, None if weight is None else Norm(weight, 1e-6))
+        own = None if weight is None else Norm(weight, 1e-6)
+        live = Live(tuple(u), c) if u else None
+        return ops.read(Prefix(h, z), live, query=q, route=Route(key, value), eps=1e-6, norm=own)
 
     def hyper_read(u: Any, c: Any, flat: list[Tensor], weight: Any, steps: int) -> Any:
-        return ops.hyper_read(u, c, grouped(flat), steps, 1e-6, None if weight is None else Norm(weight, 1e-6))
+        own = None if weight is None else Norm(weight, 1e-6)
+        return ops.hyper_read(Live(tuple(u), c), gates=grouped(flat), steps=steps, eps=1e-6, norm=own)
 
     def logits(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor) -> Any:
         return ops.gate_logits(x, GateParameters(weight, scale, bias), 1e-6)
 
     numbers = [1e-6, 1e-6]
     found: dict[str, tuple[Callable[..., Any], list[Any]]] = {
-        "ops.prefix": (lambda h, q, k, v: ops.prefix(h, q, (k, v), 1e-6), [history, queries, *both]),
-        "ops.depth_weights": (lambda h, q, k, v: ops.depth_weights(h, q, (k, v), 1e-6), [history, queries, *both]),
+        "ops.prefix": (lambda h, q, k, v: ops.prefix(h, q, route=Route(k, v), eps=1e-6), [history, queries, *both]),
+        "ops.depth_weights": (
+            lambda h, q, k, v: ops.depth_weights(h, q, route=Route(k, v), eps=1e-6),
+            [history, queries, *both],
+        ),
         "ops.gated_read": (gated_read, [*dual, *both]),
         "ops.gated_read without a live state": (gated_read, [*empty, *both]),
         "ops.read": (read, [*single, [0], [0]]),
-        "ops.normed": (lambda x, weight: ops.normed(x, Norm(weight, 1e-6)), [stream(1), norm]),
+        "ops.rms_norm": (lambda x, weight: ops.rms_norm(x, Norm(weight, 1e-6)), [stream(1), norm]),
         "ops.hyper_read": (hyper_read, [*hyper, 3]),
-        "ops.write": (ops.write, [[stream(), stream()], tokenwise(2, 2)]),
+        "ops.write": (lambda u, c: ops.write(Live(tuple(u), c)), [[stream(), stream()], tokenwise(2, 2)]),
         "ops.gate_logits": (logits, [stream(2), *gate(3, 2)]),
         "ops.grouped_linear": (
             ops.grouped_linear,
@@ -100,8 +107,7 @@ def entries() -> dict[str, tuple[Callable[..., Any], list[Any]]]:
             OWN.grouped_linear_weight_gradient,
             [torch.randn(6, 16), torch.randn(6, WIDTH), torch.tensor([2, 4])],
         ),
-        "Live.streams": (lambda u, c: Live(tuple(u), c).streams(), [[stream(), stream()], tokenwise(2, 2)]),
-        "of_streams": (lambda x: of_streams(x).streams(), [stream(2)]),
+        "of_streams": (lambda x: ops.write(of_streams(x)), [stream(2)]),
     }
     for method in METHODS:
         stack = residual_stack([torch.nn.Linear(WIDTH, WIDTH) for _ in range(4)], WIDTH, method)

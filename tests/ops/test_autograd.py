@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from dualres import ops
-from dualres.ops import dispatch, reference
-from dualres.ops.reference import GateParameters, Norm
+from dualres.ops import GateParameters, Live, Norm, Prefix, dispatch, reference
 from dualres.residual import route
 from tests.small import relative_error
 
@@ -86,10 +85,11 @@ def compare(ours: Op, exact: Op, inputs: list[Tensor], dtype: torch.dtype) -> No
         assert relative_error(ours_joined, truth_joined) < TOLERANCE[dtype], "scales and biases"
 
 
-def flat_prefix(found: tuple[tuple[Tensor, ...], tuple[Tensor, ...]]) -> list[Tensor]:
-    return [*found[0], *found[1]]
+def flat_prefix(found: tuple[Prefix, ...]) -> list[Tensor]:
+    return [tensor for prefix in found for tensor in prefix]
 
 
+@pytest.mark.axes(kind="cpu", name="dual", dtype="fp32")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ROUTES)
 def test_prefix(kind: str, name: str, dtype: str):
@@ -107,6 +107,7 @@ def test_prefix_of_queries_that_do_not_fit_together(monkeypatch: Any):
     check_prefix("dual", 3, 4, (1, 3, WIDTH), torch.float32)
 
 
+@pytest.mark.axes(kind="cpu", name="dual", states=3, sets=1)
 @pytest.mark.parametrize("sets", [1, 3])
 @pytest.mark.parametrize("states", [1, 2, 3, 4, 9, 17, 49])
 @pytest.mark.parametrize("name", ["single", "dual", "fixed_kv"])
@@ -125,15 +126,15 @@ def check_prefix(name: str, states: int, sets: int, shape: tuple[int, int, int],
 def compare_prefix(
     history: list[Tensor],
     queries: Tensor,
-    rule: route.Route,
+    rule: ops.Route,
     dtype: torch.dtype,
     results: Callable[..., Sequence[Tensor]] = flat_prefix,
 ) -> None:
     def ours(queries: Tensor, *history: Tensor) -> Sequence[Tensor]:
-        return results(ops.prefix(history, queries, rule, EPS))
+        return results(ops.prefix(history, queries, route=rule, eps=EPS))
 
     def exact(queries: Tensor, *history: Tensor) -> Sequence[Tensor]:
-        return results(reference.prefix(history, queries, rule, EPS))
+        return results(reference.prefix(history, queries, route=rule, eps=EPS))
 
     compare(ours, exact, [queries, *history], dtype)
 
@@ -144,7 +145,7 @@ def test_prefix_where_one_state_has_nearly_all_weight(kind: str):
     queries = 12 * torch.nn.functional.normalize(draw.parameter(1, 2, WIDTH), dim=-1)  # the logit of a state along it
     along = queries[0].flip(0)[:, None, None] * WIDTH**0.5 / 12  # of stream j, which the other output asks
     history = [draw.stream(2, *ODD, scale=0.1) + along, draw.stream(2, *ODD), draw.stream(2, *ODD)]
-    compare_prefix(history, queries / WIDTH**0.5, route.DUAL, torch.float32, results=lambda found: found[0])
+    compare_prefix(history, queries / WIDTH**0.5, route.DUAL, torch.float32, results=lambda found: [found[0].retrieved])
 
 
 # id -> how many updates, whether the branch's norm is applied
@@ -153,6 +154,7 @@ READS = {
 }
 
 
+@pytest.mark.axes(kind="cpu", name="single", row="3-updates-normed", dtype="fp32")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("row", [row for row in READS if row != "0-updates-plain"])  # which is no operator
 @pytest.mark.parametrize("name", ["single", "vproj"])
@@ -171,13 +173,15 @@ def test_read(kind: str, name: str, row: str, dtype: str):
     def op(read: Callable[..., Tensor], wide: Callable[[Tensor], Tensor]) -> Callable[..., list[Tensor]]:
         def call(h: Tensor, partition: Tensor, queries: Tensor, weight: Tensor, *updates: Tensor) -> list[Tensor]:
             norm = Norm(weight, NORM_EPS) if normed else None
-            return [read(h, partition, updates, wide(coefficients), queries, rule, EPS, norm)]
+            live = Live(updates, wide(coefficients)) if updates else None
+            return [read(Prefix(h, partition), live, query=queries, route=rule, eps=EPS, norm=norm)]
 
         return call
 
     compare(op(ops.read, lambda x: x), op(reference.read, Tensor.double), inputs, DTYPES[dtype])
 
 
+@pytest.mark.axes(kind="cpu", name="dual", row="3-updates-normed", dtype="fp32")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("row", READS)
 @pytest.mark.parametrize("name", ["dual", "self_kv", "fixed_kv", "cross_v"])
@@ -196,20 +200,22 @@ def test_gated_read(kind: str, name: str, row: str, dtype: str):
         *(draw.stream(*ODD) for _ in range(count)),
     ]
 
-    def op(read: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
+    def op(read: Callable[..., tuple[Tensor, Live]]) -> Callable[..., tuple[Tensor, Tensor]]:
         def call(
             h: Tensor, partition: Tensor, queries: Tensor, weight: Tensor, coefficients: Tensor, *rest: Tensor
         ) -> tuple[Tensor, Tensor]:
             own = [GateParameters(*rest[3 * g : 3 * g + 3]) for g in range(len(gates))]
             norm = Norm(weight, NORM_EPS) if normed else None
-            updates = rest[3 * len(gates) :]
-            return read(h, partition, updates, coefficients, queries, own, rule, EPS, norm)
+            live = Live(rest[3 * len(gates) :], coefficients) if count else None
+            h, left = read(Prefix(h, partition), live, query=queries, gates=own, route=rule, eps=EPS, norm=norm)
+            return h, left.coefficients
 
         return call
 
     compare(op(ops.gated_read), op(reference.gated_read), inputs, DTYPES[dtype])
 
 
+@pytest.mark.axes(kind="cpu", streams=4, count=6, steps=20, normed=True, dtype="fp32")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("normed", [True, False], ids=["normed", "plain"])
 @pytest.mark.parametrize(("streams", "count", "steps"), [(2, 2, 20), (3, 5, 7), (4, 4, 20), (4, 6, 20), (8, 9, 3)])
@@ -224,10 +230,12 @@ def test_hyper_read(kind: str, streams: int, count: int, steps: int, normed: boo
         *(draw.stream(*ODD) for _ in range(count)),
     ]
 
-    def op(read: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
+    def op(read: Callable[..., tuple[Tensor, Live]]) -> Callable[..., tuple[Tensor, Tensor]]:
         def call(weight: Tensor, coefficients: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
             own = [GateParameters(*rest[3 * g : 3 * g + 3]) for g in range(3)]
-            return read(rest[9:], coefficients, own, steps, EPS, Norm(weight, NORM_EPS) if normed else None)
+            norm = Norm(weight, NORM_EPS) if normed else None
+            h, left = read(Live(rest[9:], coefficients), gates=own, steps=steps, eps=EPS, norm=norm)
+            return h, left.coefficients
 
         return call
 
@@ -237,7 +245,7 @@ def test_hyper_read(kind: str, streams: int, count: int, steps: int, normed: boo
 def test_sinkhorn_survives_extreme_logits(kind: str):
     """As the reference does: by logarithms where plain numbers vanish, as those of a whole row do here."""
     width = 8
-    updates = [torch.randn(1, 2, width) for _ in range(2)]
+    updates = tuple(torch.randn(1, 2, width) for _ in range(2))
     coefficients = torch.eye(2)[:, :, None, None].expand(2, 2, 1, 2).contiguous()
     for logits, wanted in [
         ((0.0, -900.0, -900.0, 300.0), torch.eye(2)),
@@ -245,10 +253,11 @@ def test_sinkhorn_survives_extreme_logits(kind: str):
     ]:
         biases = [torch.zeros(2), torch.zeros(2), torch.tensor(logits)]
         gates = [GateParameters(torch.zeros(len(b), 2, width), torch.zeros(1), b) for b in biases]
-        _, left = ops.hyper_read(updates, coefficients, gates, 20, EPS, None)
-        assert (left[:2, :, 0].movedim(-1, 0) - wanted).abs().max() < 1e-4
+        _, left = ops.hyper_read(Live(updates, coefficients), gates=gates, steps=20, eps=EPS, norm=None)
+        assert (left.coefficients[:2, :, 0].movedim(-1, 0) - wanted).abs().max() < 1e-4
 
 
+@pytest.mark.axes(kind="cpu", streams=2, count=3, learned=True, dtype="fp32")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("learned", [True, False], ids=["learned", "constant"])
 @pytest.mark.parametrize(("streams", "count"), [(1, 1), (2, 3), (4, 6), (8, 12)])
@@ -258,7 +267,8 @@ def test_write(kind: str, streams: int, count: int, learned: bool, dtype: str):
     updates = [draw.stream(*ODD) for _ in range(count)]
     if learned:
         inputs = [coefficients, *updates]
-        compare(lambda c, *u: [ops.write(u, c)], lambda c, *u: [reference.write(u, c)], inputs, DTYPES[dtype])
+        exact = lambda c, *u: [reference.write(Live(u, c))]  # noqa: E731
+        compare(lambda c, *u: [ops.write(Live(u, c))], exact, inputs, DTYPES[dtype])
     else:
-        exact = lambda *u: [reference.write(u, coefficients.double())]  # noqa: E731
-        compare(lambda *u: [ops.write(u, coefficients)], exact, updates, DTYPES[dtype])
+        exact = lambda *u: [reference.write(Live(u, coefficients.double()))]  # noqa: E731
+        compare(lambda *u: [ops.write(Live(u, coefficients))], exact, updates, DTYPES[dtype])

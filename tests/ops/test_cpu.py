@@ -86,7 +86,7 @@ def retrieved() -> torch.Tensor:
     history = [torch.randn(2, 1, 200, 24, generator=generator) for _ in range(3)]
     queries = torch.randn(1, 2, 24, generator=generator)
     with torch.no_grad():
-        return ops.prefix(history, queries, route.DUAL, 1e-6)[0][0]
+        return ops.prefix(history, queries, route=route.DUAL, eps=1e-6)[0].retrieved
 
 
 def test_callers_do_not_disturb_each_other(either_kind: Any):
@@ -137,7 +137,7 @@ def test_rounding_is_that_of_pytorch(dtype: torch.dtype):
     odd = torch.tensor([0.0, math.inf, -math.inf, math.nan, 1e-40, 1e38, 3.4e38, 65519.0, 65520.0, 2.0**-25])
     numbers = torch.cat([*(x.view(torch.float32) for x in (halves, full_nan, bits)), odd])
     update, coefficients = torch.ones(1, numbers.numel(), 1, dtype=dtype), numbers.view(1, 1, 1, -1)
-    found, wanted = ops.write([update], coefficients).flatten(), numbers.to(dtype)
+    found, wanted = ops.write(ops.Live((update,), coefficients)).flatten(), numbers.to(dtype)
     assert torch.equal(found.isnan(), wanted.isnan())
     assert torch.equal(found[~found.isnan()], wanted[~wanted.isnan()])
 
@@ -149,7 +149,7 @@ def test_a_state_of_zeros_is_read_and_has_a_gradient():
     results = []
     for exact in (False, True):
         leaves = [(x.double() if exact else x.clone()).requires_grad_() for x in (queries, *history)]
-        (found,), _ = ops.prefix(leaves[1:], leaves[0], route.DUAL, 1e-2)
+        found = ops.prefix(leaves[1:], leaves[0], route=route.DUAL, eps=1e-2)[0].retrieved
         results.append([found, *torch.autograd.grad(found.square().sum(), leaves)])
     for ours, wanted in zip(*results, strict=True):
         assert relative_error(ours, wanted) < 1e-5
@@ -160,7 +160,7 @@ def test_what_is_not_finite_is_seen(bad: float):
     """A loss that is not a number must not be hidden by a kernel."""
     history = [torch.randn(2, 1, 3, 24) for _ in range(3)]
     history[1][0, 0, 1, 5] = bad
-    found = ops.prefix(history, torch.randn(1, 2, 24), route.DUAL, 1e-6)[0][0]
+    found = ops.prefix(history, torch.randn(1, 2, 24), route=route.DUAL, eps=1e-6)[0].retrieved
     assert torch.isfinite(found[:, 0, [0, 2]]).all()
     assert not torch.isfinite(found[:, 0, 1]).all()
 
@@ -168,7 +168,7 @@ def test_what_is_not_finite_is_seen(bad: float):
 def test_no_tokens():
     history = [torch.randn(2, 0, 3, 24, requires_grad=True) for _ in range(2)]
     queries = torch.randn(1, 2, 24, requires_grad=True)
-    (found,), _ = ops.prefix(history, queries, route.DUAL, 1e-6)
+    found = ops.prefix(history, queries, route=route.DUAL, eps=1e-6)[0].retrieved
     found.sum().backward()
     assert found.shape == (2, 0, 3, 24)
     assert queries.grad is not None

@@ -17,13 +17,13 @@ from torch.utils.checkpoint import checkpoint
 from dualres import ops
 from dualres.config.schema import ResidualConfig
 from dualres.model.decoder import Decoder
-from dualres.ops import autograd, dispatch
-from dualres.ops.reference import GateParameters, Norm
+from dualres.ops import GateParameters, Live, Norm, Prefix, autograd, dispatch
 from dualres.residual import route
 from tests.small import RESIDUALS, gradients, model_config, next_token_loss, random_tokens, relative_error, stirred
 
 TOKENS, WIDTH = (2, 5), 24
-SINGLE_QUERY = torch.zeros(1, 1, WIDTH), route.SINGLE, 1e-6
+DUAL: Any = {"route": route.DUAL, "eps": 1e-6}
+SINGLE: Any = {"route": route.SINGLE, "eps": 1e-6}
 
 
 def stream(*shape: int) -> Tensor:
@@ -136,7 +136,7 @@ def test_no_stream_is_kept_but_what_was_given(name: str):
 
 def test_a_plain_sum_keeps_no_update():
     rows, weights = [stream() for _ in range(3)], torch.ones(3, 1, *TOKENS)
-    assert all(x.shape[-1] != WIDTH for x in kept_by(lambda: ops.write(rows, weights)))
+    assert all(x.shape[-1] != WIDTH for x in kept_by(lambda: ops.write(Live(tuple(rows), weights))))
 
 
 def kept_by(operation: Callable[[], Any]) -> list[Tensor]:
@@ -157,11 +157,12 @@ def test_autocast_rounds_nothing():
     gates = [GateParameters(*gate(2, 2)), GateParameters(*gate(2, 2)), GateParameters(*gate(1, 2))]
 
     def run() -> list[Tensor]:
-        (h,), (partition,) = ops.prefix(history, queries, route.DUAL, 1e-6)
-        first = ops.gated_read(h, partition, (), None, None, gates[:2], route.DUAL, 1e-6, Norm(weight, 1e-6))
-        live = (history[0][0],), first[1]
-        again = ops.gated_read(h, partition, *live, queries[0], gates, route.DUAL, 1e-6, None)
-        return [*first, *again, ops.write((history[0][0], history[0][1]), again[1])]
+        (found,) = ops.prefix(history, queries, **DUAL)
+        first = ops.gated_read(found, None, query=None, gates=gates[:2], norm=Norm(weight, 1e-6), **DUAL)
+        live = Live((history[0][0],), first[1].coefficients)
+        again = ops.gated_read(found, live, query=queries[0], gates=gates, norm=None, **DUAL)
+        written = ops.write(Live((history[0][0], history[0][1]), again[1].coefficients))
+        return [first[0], first[1].coefficients, again[0], again[1].coefficients, written]
 
     plain = run()
     with torch.autocast("cpu", torch.bfloat16):
@@ -173,8 +174,8 @@ def test_checkpointing_keeps_gradients():
     queries = torch.randn(2, 2, WIDTH, requires_grad=True)
 
     def block(*history: Tensor) -> Tensor:
-        retrieved, _ = ops.prefix(history, queries, route.DUAL, 1e-6)
-        return retrieved[0].square().sum() + retrieved[1].sum()
+        first, second = ops.prefix(history, queries, **DUAL)
+        return first.retrieved.square().sum() + second.retrieved.sum()
 
     plain = torch.autograd.grad(block(*history), [*history, queries])
     recomputed = torch.autograd.grad(checkpoint(block, *history, use_reentrant=False), [*history, queries])
@@ -212,8 +213,8 @@ def test_kernels_of_a_cpu_are_for_a_cpu(monkeypatch: Any):
 def test_parameters_of_another_precision_are_rounded():
     """Such as those of a network that was made float64 and is given float32."""
     history, queries = [torch.randn(2, *TOKENS, WIDTH) for _ in range(3)], torch.randn(2, 2, WIDTH)
-    (found, _), (wanted, _) = (ops.prefix(history, q, route.DUAL, 1e-6) for q in (queries.double(), queries))
-    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    found, wanted = (ops.prefix(history, q, **DUAL) for q in (queries.double(), queries))
+    assert all(torch.equal(a.retrieved, b.retrieved) for a, b in zip(found, wanted, strict=True))
 
 
 def test_derivatives_that_kernels_do_not_have_come_from_the_equations():
@@ -222,7 +223,7 @@ def test_derivatives_that_kernels_do_not_have_come_from_the_equations():
     queries, direction = torch.randn(2, 2, WIDTH), torch.randn(2, 2, WIDTH)
 
     def retrieved(queries: torch.Tensor) -> torch.Tensor:
-        return torch.stack(ops.prefix(history, queries, route.DUAL, 1e-6)[0])
+        return torch.stack([found.retrieved for found in ops.prefix(history, queries, **DUAL)])
 
     def slope(function: Any) -> torch.Tensor:
         return (function(queries + 1e-3 * direction) - function(queries - 1e-3 * direction)) / 2e-3
@@ -240,44 +241,48 @@ def test_inputs_that_do_not_fit_are_refused_by_name():
     """A kernel finds rows by address: what is too short it would read beyond its end."""
     rows, weights = [torch.randn(*TOKENS, WIDTH) for _ in range(3)], torch.randn(3, 2, *TOKENS)
     with pytest.raises(ValueError, match=r"history: all must have one shape.*torch.bfloat16.*torch.float32"):
-        ops.prefix([torch.randn(1, *TOKENS, WIDTH), torch.randn(1, *TOKENS, WIDTH).bfloat16()], *SINGLE_QUERY)
-    with pytest.raises(ValueError, match=r"history: all must have one shape.*\(1, 1, 1, 5\)"):
-        ops.prefix([torch.randn(1, *TOKENS, WIDTH), torch.randn(1, 1, 1, 5)], *SINGLE_QUERY)
-    with pytest.raises(ValueError, match=r"queries of shape \(1, 1, 24\).*width 16.*must have the shape \(1, 1, 16\)"):
-        ops.prefix([torch.randn(1, *TOKENS, 16)], *SINGLE_QUERY)
-    with pytest.raises(ValueError, match="the route reads stream 1, and only 1 are stored"):
-        ops.prefix([torch.randn(1, *TOKENS, WIDTH)], torch.zeros(1, 2, WIDTH), route.DUAL, 1e-6)
-    with pytest.raises(ValueError, match=r"the norm's weight of shape \(8,\).*must have the shape \(24,\)"):
-        ops.normed(rows[0][None], Norm(torch.ones(8), 1e-6))
-    with pytest.raises(ValueError, match=r"the norm's weight .* on meta"):
-        ops.normed(rows[0][None], Norm(torch.ones(WIDTH, device="meta"), 1e-6))
-    alpha, beta = (GateParameters(*(x.detach() for x in gate(2, 2))) for _ in range(2))
-    stored, partition = torch.randn(2, *TOKENS, WIDTH), torch.randn(2, *TOKENS)
-    with pytest.raises(ValueError, match=r"a gate's bias of shape \(3,\)"):
-        ops.gated_read(
-            stored, partition, (), None, None, (alpha, beta._replace(bias=torch.zeros(3))), route.DUAL, 1e-6, None
+        ops.prefix(
+            [torch.randn(1, *TOKENS, WIDTH), torch.randn(1, *TOKENS, WIDTH).bfloat16()],
+            torch.zeros(1, 1, WIDTH),
+            **SINGLE,
         )
+    with pytest.raises(ValueError, match=r"history: all must have one shape.*\(1, 1, 1, 5\)"):
+        ops.prefix([torch.randn(1, *TOKENS, WIDTH), torch.randn(1, 1, 1, 5)], torch.zeros(1, 1, WIDTH), **SINGLE)
+    with pytest.raises(ValueError, match=r"queries of shape \(1, 1, 24\).*width 16.*must have the shape \(1, 1, 16\)"):
+        ops.prefix([torch.randn(1, *TOKENS, 16)], torch.zeros(1, 1, WIDTH), **SINGLE)
+    with pytest.raises(ValueError, match="the route reads stream 1, and only 1 are stored"):
+        ops.prefix([torch.randn(1, *TOKENS, WIDTH)], torch.zeros(1, 2, WIDTH), **DUAL)
+    with pytest.raises(ValueError, match=r"the norm's weight of shape \(8,\).*must have the shape \(24,\)"):
+        ops.rms_norm(rows[0][None], Norm(torch.ones(8), 1e-6))
+    with pytest.raises(ValueError, match=r"the norm's weight .* on meta"):
+        ops.rms_norm(rows[0][None], Norm(torch.ones(WIDTH, device="meta"), 1e-6))
+    alpha, beta = (GateParameters(*(x.detach() for x in gate(2, 2))) for _ in range(2))
+    stored = Prefix(torch.randn(2, *TOKENS, WIDTH), torch.randn(2, *TOKENS))
+    one = Prefix(*(x[:1] for x in stored))
+    live = Live(tuple(rows), weights)
+    wrong = (alpha, beta._replace(bias=torch.zeros(3)))
+    with pytest.raises(ValueError, match=r"a gate's bias of shape \(3,\)"):
+        ops.gated_read(stored, None, query=None, gates=wrong, norm=None, **DUAL)
     with pytest.raises(ValueError, match="the route has 2 output streams, and 1 are retrieved"):
-        ops.gated_read(stored[:1], partition[:1], (), None, None, (alpha, beta), route.DUAL, 1e-6, None)
+        ops.gated_read(one, None, query=None, gates=(alpha, beta), norm=None, **DUAL)
     query = torch.randn(2, WIDTH)
     with pytest.raises(ValueError, match="2 gates are given where 3 are needed"):
-        ops.gated_read(stored, partition, rows, weights, query, (alpha, beta), route.DUAL, 1e-6, None)
+        ops.gated_read(stored, live, query=query, gates=(alpha, beta), norm=None, **DUAL)
     with pytest.raises(ValueError, match="with gates of two, but 1 make 1"):
-        ops.gated_read(stored[:1], partition[:1], (), None, None, (alpha, beta), route.SINGLE, 1e-6, None)
+        ops.gated_read(one, None, query=None, gates=(alpha, beta), norm=None, **SINGLE)
     with pytest.raises(ValueError, match="one or two streams, with gates of two, but 3 make 1"):
-        ops.read(stored[:1], partition[:1], rows, torch.randn(3, 3, *TOKENS), query[:1], route.SINGLE, 1e-6, None)
+        ops.read(one, Live(tuple(rows), torch.randn(3, 3, *TOKENS)), query=query[:1], norm=None, **SINGLE)
     with pytest.raises(ValueError, match="needs the coefficients of its updates, and queries"):
-        ops.gated_read(stored, partition, rows, weights, None, (alpha, beta), route.DUAL, 1e-6, None)
-    with pytest.raises(ValueError, match="takes its coefficients for constants"):
-        ops.read(stored[:1], partition[:1], rows, coefficients(3, 1), query[:1], route.SINGLE, 1e-6, None)
+        ops.gated_read(stored, live, query=None, gates=(alpha, beta), norm=None, **DUAL)
+    with pytest.raises(ValueError, match="takes them as constants"):
+        ops.read(one, Live(tuple(rows), coefficients(3, 1)), query=query[:1], norm=None, **SINGLE)
     with pytest.raises(ValueError, match="do not fit 2 updates"):
-        ops.write(rows[:2], weights)
+        ops.write(Live(tuple(rows[:2]), weights))
     with pytest.raises(ValueError, match="updates: all must have one shape"):
-        ops.write([*rows[:2], rows[2][:, :1]], weights)
+        ops.write(Live((*rows[:2], rows[2][:, :1]), weights))
+    short = Prefix(rows[0][None, :, :1], weights[:1, 0, :, :1])
     with pytest.raises(ValueError, match="retrieved state and updates: all must have one shape"):
-        ops.read(
-            rows[0][None, :, :1], weights[:1, 0, :, :1], rows, weights, torch.randn(1, WIDTH), route.SINGLE, 1e-6, None
-        )
+        ops.read(short, live, query=torch.randn(1, WIDTH), norm=None, **SINGLE)
 
 
 def test_without_its_compiler_a_kind_falls_back_with_a_note(monkeypatch: Any):
@@ -321,11 +326,11 @@ def test_inputs_need_not_be_contiguous():
     history = [torch.randn(*TOKENS, 2, WIDTH).permute(2, 0, 1, 3) for _ in range(3)]
     queries = torch.randn(2, WIDTH, 2).permute(0, 2, 1)
     packed = [state.contiguous() for state in history]
-    found, wanted = (
-        ops.prefix(h, q, route.DUAL, 1e-6) for h, q in ((history, queries), (packed, queries.contiguous()))
+    found, wanted = (ops.prefix(h, q, **DUAL) for h, q in ((history, queries), (packed, queries.contiguous())))
+    assert all(
+        torch.equal(a, b) for one, other in zip(found, wanted, strict=True) for a, b in zip(one, other, strict=True)
     )
-    assert all(torch.equal(a, b) for a, b in zip(found[0], wanted[0], strict=True))
     live = torch.randn(1, 2, 1, WIDTH).expand(1, *TOKENS, WIDTH)  # one token for all
     norm = Norm(torch.randn(2 * WIDTH)[::2], 1e-6)
-    alone = ops.normed(live.contiguous(), Norm(norm.weight.contiguous(), 1e-6))
-    assert torch.equal(ops.normed(live, norm), alone)
+    alone = ops.rms_norm(live.contiguous(), Norm(norm.weight.contiguous(), 1e-6))
+    assert torch.equal(ops.rms_norm(live, norm), alone)

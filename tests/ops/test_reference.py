@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd import gradcheck
 
-from dualres.ops import reference
-from dualres.ops.reference import GateParameters, Norm
+from dualres.ops import GateParameters, Live, Norm, Prefix, reference
 from dualres.residual import route
 from tests.small import relative_error
 
@@ -40,17 +39,18 @@ def test_two_phases_equal_one_softmax(name: str, length: int, sets: int, live: b
     rule, streams = ROUTES[name]
     *history, partial = states(length + 1, streams, (3, 4, 13))
     queries = random(sets, len(rule.key), 13)
-    retrieved, log_partition = reference.prefix(history, queries, rule, EPS)
+    found = reference.prefix(history, queries, route=rule, eps=EPS)
     candidates = [*history, partial] if live else history
+    retrieved = [prefix.retrieved for prefix in found]
     if live:
-        each = zip(retrieved, log_partition, queries, strict=True)
-        retrieved = tuple(reference.merge(h, z, partial, query, rule, EPS) for h, z, query in each)
+        each = zip(found, queries, strict=True)
+        retrieved = [reference.merge(prefix, partial, query, rule, EPS) for prefix, query in each]
     assert relative_error(torch.stack(retrieved), reference.retrieve(candidates, queries, rule, EPS)) < 1e-12
 
 
 @pytest.mark.parametrize("name", ROUTES)
 def test_retrieval_is_the_papers_sum(name: str):
-    """One token, written out: π_r^j from the scored stream, values from the returned one."""
+    """One token, written out: π_r^j from the key stream, values from the value stream."""
     rule, streams = ROUTES[name]
     candidates = states(4, streams, (1, 1, 5))
     queries = random(1, len(rule.key), 5)
@@ -80,8 +80,8 @@ def test_retrieval_gradients(name: str):
     live, queries = random(streams, *shape, scale=1.5), random(2, len(rule.key), 5)
 
     def both(queries: Tensor, live: Tensor, *history: Tensor) -> tuple[Tensor, Tensor]:
-        retrieved, log_partition = reference.prefix(history, queries, rule, EPS)
-        return reference.merge(retrieved[1], log_partition[1], live, queries[1], rule, EPS), log_partition[0]
+        first, second = reference.prefix(history, queries, route=rule, eps=EPS)
+        return reference.merge(second, live, queries[1], rule, EPS), first.log_partition
 
     assert gradcheck(both, (queries, live, *history))
 
@@ -93,9 +93,9 @@ GATE_ROWS: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
     ),
     "mix": (reference.mix, [(2, 1, 3), (2, 1, 3, 5)]),
     "transport": (reference.transport, [(1, 3), (4, 2, 1, 3)]),
-    "normed": (lambda h, weight: reference.normed(h, Norm(weight, EPS)), [(1, 3, 5), (5,)]),
+    "rms_norm": (lambda h, weight: reference.rms_norm(h, Norm(weight, EPS)), [(1, 3, 5), (5,)]),
     "sinkhorn": (lambda x: reference.sinkhorn(x, 20), [(3, 3, 1, 2)]),
-    "combine": (lambda c, *u: reference.combine(u, c), [(3, 2, 1, 3), (1, 3, 5), (1, 3, 5), (1, 3, 5)]),
+    "combine": (lambda c, *u: reference.combine(Live(u, c)), [(3, 2, 1, 3), (1, 3, 5), (1, 3, 5), (1, 3, 5)]),
 }
 
 
@@ -153,13 +153,13 @@ def test_gate_norm_spans_all_streams():
 
 def test_transport_of_coefficients_is_transport_of_streams():
     """M(ρ) P + [β⁰u, β¹u], the paper's write, is the same sum with coefficients [M(ρ) C, β]."""
-    updates, coefficients = [random(1, 3, 5), random(1, 3, 5, scale=2)], random(2, 2, 1, 3)
+    updates, coefficients = (random(1, 3, 5), random(1, 3, 5, scale=2)), random(2, 2, 1, 3)
     rho, beta, u = torch.sigmoid(random(1, 3)), random(2, 1, 3), random(1, 3, 5, scale=3)
-    live = reference.combine(updates, coefficients)
+    live = reference.combine(Live(updates, coefficients))
     keep = rho.unsqueeze(-1)
     written = keep * live + (1 - keep) * live.flip(0) + beta.unsqueeze(-1) * u
     left = torch.cat([reference.transport(rho, coefficients), beta.unsqueeze(0)])
-    assert relative_error(reference.combine([*updates, u], left), written) < 1e-14
+    assert relative_error(reference.combine(Live((*updates, u), left)), written) < 1e-14
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -169,10 +169,10 @@ def test_low_precision_reduces_in_float32(name: str, dtype: torch.dtype):
     rule, streams = ROUTES[name]
     history = [state.to(dtype) for state in states(5, streams, (3, 37, 123))]
     queries = random(2, len(rule.key), 123, dtype=dtype, scale=0.2).detach()
-    retrieved, log_partition = reference.prefix(history, queries, rule, EPS)
+    retrieved, log_partition = zip(*reference.prefix(history, queries, route=rule, eps=EPS), strict=True)
     assert (retrieved[0].dtype, log_partition[0].dtype) == (dtype, torch.float32)
     exact = [state.double() for state in history]
-    wanted, wanted_partition = reference.prefix(exact, queries.double(), rule, EPS)
+    wanted, wanted_partition = zip(*reference.prefix(exact, queries.double(), route=rule, eps=EPS), strict=True)
     stored = {torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}[dtype]  # half a unit in the last place
     assert relative_error(torch.stack(log_partition), torch.stack(wanted_partition)) < 1e-6
     assert relative_error(torch.stack(retrieved), torch.stack(wanted)) < stored
@@ -192,9 +192,10 @@ def test_a_read_rounds_once(dtype: torch.dtype):
 
     def read(cast: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         own = [GateParameters(*map(cast, gate)) for gate in gates]
-        live = [cast(u) for u in updates], cast(coefficients)
-        norm = Norm(cast(weight), EPS)
-        return reference.gated_read(cast(h), cast(partition), *live, cast(queries), own, route.DUAL, EPS, norm)
+        live, norm = Live(tuple(map(cast, updates)), cast(coefficients)), Norm(cast(weight), EPS)
+        prefix, query = Prefix(cast(h), cast(partition)), cast(queries)
+        h_, left = reference.gated_read(prefix, live, query=query, gates=own, route=route.DUAL, eps=EPS, norm=norm)
+        return h_, left.coefficients
 
     (ours, left), (wanted, wanted_left) = read(lambda x: x), read(Tensor.double)
     assert (ours.dtype, left.dtype) == (dtype, torch.float32)

@@ -1,6 +1,6 @@
 """Any token axes, as with `nn.Linear`: what a flat batch gives, in another shape; and no tokens at all."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from dualres import ops
 from dualres.model.block import NormedBranch, ResidualStack, compile_blocks, residual_stack
-from dualres.ops import dispatch
-from dualres.ops.reference import GateParameters, Norm
+from dualres.ops import GateParameters, Live, Norm, Prefix, dispatch
 from dualres.residual import route
 from tests.small import RESIDUALS
 
@@ -25,39 +24,55 @@ def gate(values: int, streams: int) -> GateParameters:
 def prefix(draw: Callable[..., Tensor]) -> tuple[list[Tensor], Callable[..., Any]]:
     queries = torch.randn(2, 2, WIDTH)
     inputs = [draw(2, WIDTH), draw(2, WIDTH), draw(2, WIDTH)]
-    return inputs, lambda *history: sum(ops.prefix(history, queries, route.DUAL, EPS), ())
+    return inputs, lambda *history: sum(ops.prefix(history, queries, route=route.DUAL, eps=EPS), ())
 
 
 def gated_read(draw: Callable[..., Tensor]) -> tuple[list[Tensor], Callable[..., Any]]:
     gates, queries, norm = [gate(2, 2), gate(2, 2), gate(1, 2)], torch.randn(2, WIDTH), Norm(torch.randn(WIDTH), EPS)
     inputs = [draw(2, WIDTH), draw(2, None), draw(3, 2, None), *(draw(WIDTH) for _ in range(3))]
-    return inputs, lambda h, partition, coefficients, *updates: ops.gated_read(
-        h, partition, updates, coefficients, queries, gates, route.DUAL, EPS, norm
-    )
+
+    def call(h: Tensor, partition: Tensor, coefficients: Tensor, *updates: Tensor) -> list[Tensor]:
+        prefix, live = Prefix(h, partition), Live(updates, coefficients)
+        read, left = ops.gated_read(prefix, live, query=queries, gates=gates, route=route.DUAL, eps=EPS, norm=norm)
+        return [read, left.coefficients]
+
+    return inputs, call
 
 
 def read(draw: Callable[..., Tensor]) -> tuple[list[Tensor], Callable[..., Any]]:
     queries, coefficients = torch.randn(1, WIDTH), draw(2, 1, None)
     inputs = [draw(1, WIDTH), draw(1, None), draw(WIDTH), draw(WIDTH)]
     return inputs, lambda h, partition, *updates: [
-        ops.read(h, partition, updates, coefficients.detach(), queries, route.SINGLE, EPS, None)
+        ops.read(
+            Prefix(h, partition),
+            Live(updates, coefficients.detach()),
+            query=queries,
+            route=route.SINGLE,
+            eps=EPS,
+            norm=None,
+        )
     ]
 
 
 def normed(draw: Callable[..., Tensor]) -> tuple[list[Tensor], Callable[..., Any]]:
     norm = Norm(torch.randn(WIDTH), EPS)
-    return [draw(1, WIDTH)], lambda stream: [ops.normed(stream, norm)]
+    return [draw(1, WIDTH)], lambda stream: [ops.rms_norm(stream, norm)]
 
 
 def hyper_read(draw: Callable[..., Tensor]) -> tuple[list[Tensor], Callable[..., Any]]:
     gates, norm = [gate(3, 3), gate(3, 3), gate(9, 3)], Norm(torch.randn(WIDTH), EPS)
     inputs = [draw(4, 3, None), *(draw(WIDTH) for _ in range(4))]
-    return inputs, lambda coefficients, *updates: ops.hyper_read(updates, coefficients, gates, 5, EPS, norm)
+
+    def call(coefficients: Tensor, *updates: Tensor) -> list[Tensor]:
+        read, left = ops.hyper_read(Live(updates, coefficients), gates=gates, steps=5, eps=EPS, norm=norm)
+        return [read, left.coefficients]
+
+    return inputs, call
 
 
 def write(draw: Callable[..., Tensor]) -> tuple[list[Tensor], Callable[..., Any]]:
     inputs = [draw(3, 2, None), *(draw(WIDTH) for _ in range(3))]
-    return inputs, lambda coefficients, *updates: [ops.write(updates, coefficients)]
+    return inputs, lambda coefficients, *updates: [ops.write(Live(updates, coefficients))]
 
 
 def gate_logits(draw: Callable[..., Tensor]) -> tuple[list[Tensor], Callable[..., Any]]:
@@ -67,7 +82,7 @@ def gate_logits(draw: Callable[..., Tensor]) -> tuple[list[Tensor], Callable[...
 
 def depth_weights(draw: Callable[..., Tensor]) -> tuple[list[Tensor], Callable[..., Any]]:
     queries = torch.randn(2, 2, WIDTH)
-    return [draw(2, WIDTH)] * 2, lambda *states: [ops.depth_weights(states, queries, route.DUAL, EPS)]
+    return [draw(2, WIDTH)] * 2, lambda *states: [ops.depth_weights(states, queries, route=route.DUAL, eps=EPS)]
 
 
 def with_tokens(tokens: tuple[int, ...]) -> Callable[..., Tensor]:
@@ -169,18 +184,36 @@ def test_stacks(residual: str, dtype: torch.dtype):
         torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.parametrize(
-    "residual",
-    ["dar-block", pytest.param("mhc-2", marks=pytest.mark.slow), pytest.param("attnres-full", marks=pytest.mark.slow)],
-)
-def test_compiled_stacks(residual: str):
+COMPILED = [
+    pytest.param("dar-block", ("image", "none"), id="dar-block"),
+    *[
+        pytest.param(r, tuple(SHAPES), id=f"{r}-all", marks=pytest.mark.slow)
+        for r in ("dar-block", "mhc-2", "attnres-full")
+    ],
+]
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
-    with torch._dynamo.config.patch(), torch._functorch.config.patch():
-        stack = stack_of(residual)
-        wanted = [step(stack, tokens) for tokens in SHAPES.values()]
-        compile_blocks(stack, backend="aot_eager", fullgraph=True)
-        for tokens, eager in zip(SHAPES.values(), wanted, strict=True):
-            assert all(torch.allclose(a, b, 1e-4, 1e-5) for a, b in zip(step(stack, tokens), eager, strict=True)), (
-                tokens
-            )
+    with torch._dynamo.config.patch(), torch._functorch.config.patch():  # what compile_blocks changes
+        yield
     torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize(("residual", "shapes"), COMPILED)
+def test_compiled_stacks(residual: str, shapes: tuple[str, ...]):
+    stack = stack_of(residual)
+    wanted = [step(stack, SHAPES[shape]) for shape in shapes]
+    compile_blocks(stack, backend="aot_eager", fullgraph=True)
+    for shape, eager in zip(shapes, wanted, strict=True):
+        assert all(torch.allclose(a, b, 1e-4, 1e-5) for a, b in zip(step(stack, SHAPES[shape]), eager, strict=True))
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_wrong_shapes_are_refused_when_code_is_traced():
+    traced = torch.compile(lambda u, c: torch.ops.dualres.write([u, u], c), backend="eager", fullgraph=True)
+    assert traced(torch.ones(3, WIDTH), torch.ones(2, 2, 3)).shape == (2, 3, WIDTH)
+    with pytest.raises(Exception, match="do not fit 2 updates"):
+        traced(torch.ones(3, WIDTH), torch.ones(2, 2, 4))

@@ -14,7 +14,7 @@ import triton.language as tl
 from dualres.ops import Norm, dispatch
 from dualres.ops import traffic as account
 from dualres.ops import triton as kernels
-from dualres.ops.inputs import HyperInputs, ReadInputs
+from dualres.ops.arguments import HyperReadArguments, ReadArguments
 from dualres.residual.dual import Dual
 from dualres.residual.pathway import Place
 from tests.ops.meter import Inputs, Meter, Traffic, prepared, round_to_nearest, traffic
@@ -75,11 +75,12 @@ def test_one_pass_serves_all_queries_of_wide_rows(pairs: int, width: int):
 def test_the_account_is_what_the_meter_counts(op: str, sizes: dict[str, int], expected: Traffic):
     """`dualres describe` goes by these formulas."""
     packed = prepared(op, Inputs(ODD), **sizes).args
-    arguments = [x for a in packed for x in (a if isinstance(a, (ReadInputs, HyperInputs)) else [a])]
+    arguments = [x for a in packed for x in (a if isinstance(a, (ReadArguments, HyperReadArguments)) else [a])]
     moved = account.BY_OPERATOR[f"dualres::{op}"](*arguments)
     assert tuple(moved) == tuple(expected)
 
 
+@pytest.mark.axes(states=5, branches=4, shared=True)
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "own"])
 @pytest.mark.parametrize("branches", [2, 4, 6, 8, 16])
 @pytest.mark.parametrize("states", [1, 2, 5, 9])
@@ -99,6 +100,7 @@ def test_a_block_stays_within_its_budget(states: int, branches: int, shared: boo
     assert meter.traffic().total / branches <= 8 + (2 * states + 2 * len(set(used))) / branches
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("op", "sizes"), [row[:2] for row in PER_OP.values()], ids=PER_OP)
 def test_runs_repeat_bit_by_bit(op: str, sizes: dict[str, int]):
     round_to_nearest()

@@ -73,13 +73,21 @@ class Case(NamedTuple):
         return "-".join([self.residual, self.feedforward, str(self.seed), *(f"{k}={v}" for k, v in self.changes)])
 
 
-def cases(mesh: Mesh) -> list[Case]:
-    """Every method, dense (where there are no expert ranks) and sparse, three seeds; and other vocabularies."""
+# Every dimension, and every two that share a parameter or a message: data with expert (and ranks that hold the same
+# experts), tensor with data and expert, tensor with pipeline, pipeline with data and several chunks on a rank.
+REPRESENTATIVE = ("dp4/ep2", "dp2·tp2/ep2", "tp2·pp2", "dp2·pp2×2")
+
+
+def cases(mesh: Mesh, every: bool = True) -> list[Case]:
+    """Dense (without expert ranks) and sparse, and other vocabularies; with all methods and seeds, or some."""
     kinds = ["moe"] if mesh.expert > 1 else ["dense", "moe"]
-    every = [Case(r, kind, seed) for r in RESIDUALS for kind in kinds for seed in SEEDS]
     kind = kinds[0]
+    if every:
+        plain = [Case(r, kind, seed) for r in RESIDUALS for kind in kinds for seed in SEEDS]
+    else:  # a history of two streams in each kind, and one state of four streams
+        plain = [*(Case("dar-block", kind, SEEDS[0]) for kind in kinds), Case("mhc", kind, SEEDS[1])]
     return [
-        *every,
+        *plain,
         Case("dar-block", kind, 4, (("tied_embeddings", False),)),
         Case("dar-block", kind, 5, (("tied_embeddings", False), ("embedding_width", 8))),
         Case("attnres-block", kind, 6, (("embedding_width", 8), ("query_key_norm", True), ("attention_bias", "all"))),

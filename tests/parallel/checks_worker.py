@@ -16,9 +16,8 @@ from torch import Tensor
 from dualres.config.schema import Config
 from dualres.model.block import compile_blocks
 from dualres.parallel import gradients
-from dualres.parallel.history_cache import boundaries
 from dualres.parallel.mesh import Mesh, chunk_sizes, make_groups
-from dualres.parallel.pipeline import make_chunks, padded_micro_batches
+from dualres.parallel.pipeline import boundaries, make_chunks, padded_micro_batches
 from dualres.train.engines import build
 from dualres.train.engines.build import build_engine
 from dualres.train.engines.fsdp import PipelineEngine

@@ -1,4 +1,4 @@
-"""One of four processes that move a run between all meshes: started by torchrun from test_meshes.py.
+"""One of four processes that move a run between meshes: started by torchrun from test_meshes.py.
 
 Each mesh trains two steps and saves; then each takes up every other's checkpoint, and that of one process, for a third.
 FOLDER/results.json has what went wrong of each pair; FOLDER/MESH/checkpoints is left for one process to take up.
@@ -78,19 +78,19 @@ def alone(folder: Path) -> list[float]:
     return last
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, *names: str) -> None:
     torch.set_num_threads(1)
     build.make_groups = functools.cache(make_groups)  # type: ignore[attr-defined]
     stirred_parts(CASE.seed)
     results: dict[str, list[str]] = {}
     with join_world("cpu") as world:
         wanted = world.gather_or_raise(lambda: alone(folder) if world.is_main else [])[0]
-        for name, mesh in MESHES.items():
-            begin(name, mesh, folder, world)
-        for name, mesh in MESHES.items():
-            config = config_of(CASE, mesh, **SAME)
+        for name in names:
+            begin(name, MESHES[name], folder, world)
+        for name in names:
+            config = config_of(CASE, MESHES[name], **SAME)
             engine = build_engine(config, world, end_of_text=0)
-            for source in (*MESHES, "alone"):
+            for source in (*names, "alone"):
                 try:
                     results[f"{source} to {name}"] = go_on(source, config, engine, folder, wanted)
                 except Exception:
@@ -101,4 +101,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])

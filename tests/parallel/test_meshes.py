@@ -13,7 +13,7 @@ from dualres.train.checkpoint import Checkpoints
 from dualres.train.engines.build import build_engine
 from tests.launching import torchrun
 from tests.parallel import uneven_worker
-from tests.parallel.cases import MESHES, cases, config_of
+from tests.parallel.cases import MESHES, REPRESENTATIVE, cases, config_of
 from tests.parallel.checks_worker import CHECKS
 from tests.parallel.mesh_worker import ALONE
 from tests.parallel.reshard_worker import CASE, SAME, go_on
@@ -21,25 +21,36 @@ from tests.parallel.reshard_worker import CASE, SAME, go_on
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="this PyTorch was built without gloo")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MESHES)
-def test_the_mesh_trains_like_one_process(name: str, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("name", "every"),
+    [
+        *(pytest.param(name, False, id=name, marks=pytest.mark.slow) for name in REPRESENTATIVE),
+        *(pytest.param(name, True, id=f"{name} in every case", marks=pytest.mark.exhaustive) for name in MESHES),
+    ],
+)
+def test_the_mesh_trains_like_one_process(name: str, every: bool, tmp_path: Path):
     mesh = MESHES[name]
-    torchrun("tests.parallel.mesh_worker", mesh.processes, name, str(tmp_path))
+    torchrun("tests.parallel.mesh_worker", mesh.processes, name, str(tmp_path), "every" if every else "")
     results = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
-    assert results == {case.name: [] for case in cases(mesh)}
+    assert results == {case.name: [] for case in cases(mesh, every)}
 
 
-@pytest.mark.slow
-def test_checkpoints_move_between_all_meshes(tmp_path: Path):
-    """Ninety moves, and from each mesh to one process."""
-    torchrun("tests.parallel.reshard_worker", 4, str(tmp_path))
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(REPRESENTATIVE, id="representative", marks=pytest.mark.slow),
+        pytest.param(tuple(MESHES), id="all", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_checkpoints_move_between_meshes(names: tuple[str, ...], tmp_path: Path):
+    """Twenty or ninety moves, and from each mesh to one process."""
+    torchrun("tests.parallel.reshard_worker", 4, str(tmp_path), *names)
     results = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
-    assert results == {f"{source} to {name}": [] for name in MESHES for source in (*MESHES, "alone")}
+    assert results == {f"{source} to {name}": [] for name in names for source in (*names, "alone")}
     wanted = json.loads((tmp_path / "wanted.json").read_text(encoding="utf-8"))
     config = config_of(CASE, Mesh(), **SAME)
     engine = build_engine(config, ALONE, end_of_text=0)
-    for source in MESHES:
+    for source in names:
         assert go_on(source, config, engine, tmp_path, wanted) == [], source
 
 

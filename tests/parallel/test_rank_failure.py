@@ -15,10 +15,7 @@ from dualres.hub.open_model import open_model
 from tests.parallel.fault_worker import REASON, STEP
 from tests.train.tiny import kill_all, launch, losses, metrics, said
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not dist.is_gloo_available(), reason="this PyTorch was built without gloo"),
-]
+pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="this PyTorch was built without gloo")
 STEPS, DEADLINE, RANKS = 20, 900, 4
 PROGRAM = "tests.parallel.fault_worker"
 MESH: dict[str, Any] = {  # tp2·pp2
@@ -47,13 +44,14 @@ def run(data: Path, folder: Path, **changes: Any) -> int:
 def all_name(lost: int, folder: Path) -> bool:
     """Whether every other rank has said who is lost."""
     others = set(range(RANKS)) - {lost}
-    return all(f"rank {lost} of 4 no longer answers: rank {rank} stops too" in said(folder) for rank in others)
+    return all(f"rank {lost} of 4 no longer responds: rank {rank} stops too" in said(folder) for rank in others)
 
 
 def rows(folder: Path) -> int:
     return metrics(folder).count("\n") if (folder / "metrics.jsonl").exists() else 0
 
 
+@pytest.mark.slow
 def test_killed_named_and_taken_up_again(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     alone, whole, folder = (tmp_path / name for name in ("alone", "whole", "killed"))
     for undisturbed, ranks in ((alone, 1), (whole, RANKS)):
@@ -75,9 +73,16 @@ def test_killed_named_and_taken_up_again(data: Path, tmp_path: Path, monkeypatch
 @pytest.mark.parametrize(
     ("fault", "others"),
     [
-        pytest.param("1 killed_at_the_start", "", id="before the first step"),
-        pytest.param("3 killed_while_saving", "", id="while saving: two of the others may wait for each other there"),
-        pytest.param("2 killed", "sleeps", id="and the others wait inside a library that does not notice"),
+        pytest.param("1 killed_at_the_start", "", id="before the first step", marks=pytest.mark.exhaustive),
+        pytest.param(
+            "3 killed_while_saving",
+            "",
+            id="while saving: two of the others may wait for each other there",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "2 killed", "sleeps", id="and the others wait inside a library that does not notice", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_killed_and_named(fault: str, others: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -89,6 +94,7 @@ def test_killed_and_named(fault: str, others: str, data: Path, tmp_path: Path, m
     assert "is the disk full?" not in said(folder)
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_named_in_time(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("FAULT", "1 stopped")
     folder, timeout = tmp_path / "hangs", 60
@@ -107,6 +113,7 @@ def test_a_rank_that_hangs_is_named_in_time(data: Path, tmp_path: Path, monkeypa
         kill_all(process)
 
 
+@pytest.mark.slow
 def test_a_rank_that_waits_for_itself_shows_where(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Its thread still answers, so no one is lost: the first that gave up is named, and each shows where it waits."""
     monkeypatch.setenv("FAULT", "1 sleeps")
@@ -117,6 +124,7 @@ def test_a_rank_that_waits_for_itself_shows_where(data: Path, tmp_path: Path, mo
     assert "in sleeps\n" in said(folder)
 
 
+@pytest.mark.slow
 def test_the_reason_of_one_is_given_by_all(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("FAULT", "2 raises")
     folder = tmp_path / "fails"
@@ -128,6 +136,7 @@ def test_the_reason_of_one_is_given_by_all(data: Path, tmp_path: Path, monkeypat
     assert rows(folder) >= STEP - 1
 
 
+@pytest.mark.exhaustive  # test_process_group.py: agents that count for themselves agree on an id
 def test_two_agents_start_again(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Each agent of torchrun counts the restarts of its own processes."""
     settings = {**MESH, "train__parallel__tensor": 1, "train__parallel__sequence_parallel": "false"}
@@ -145,6 +154,6 @@ def test_two_agents_start_again(data: Path, tmp_path: Path, monkeypatch: pytest.
     finally:
         for process in agents:
             kill_all(process)
-    assert "rank 0 of 2 no longer answers: rank 1 stops too" in said(folder)
+    assert "rank 0 of 2 no longer responds: rank 1 stops too" in said(folder)
     assert "resumed from" in said(folder)
     assert metrics(folder) == metrics(whole)

@@ -30,7 +30,7 @@ SIZES: dict[str, Any] = {  # every dimension divides by every group, so that all
     "model__kv_heads": 4,
     "model__vocab_size": 512,
     "model__context": 64,
-    "branches_per_block": 4,
+    "residual__default_branches_per_block": 4,
     "train__micro_batch": 2,
     "train__global_batch": 8,
     "train__tokens": 2**20,

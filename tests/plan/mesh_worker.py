@@ -16,8 +16,8 @@ from dualres.train.engines.build import build_engine
 from dualres.train.engines.fsdp import ShardedEngine
 from dualres.train.process_group import World, join_world
 from tests.plan.cases import MESHES, cases, config_of
+from tests.plan.engine_memory import held_bytes, peak_bytes
 from tests.plan.meter import Meter
-from tests.plan.test_run_memory import held_bytes, peak_bytes
 
 
 def evenly(tokens: Tensor, weight: Tensor) -> Tensor:

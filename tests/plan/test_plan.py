@@ -10,7 +10,7 @@ from dualres.cli import main
 from dualres.config.loading import load_config
 from dualres.parallel.mesh import mesh_of
 from dualres.plan.hardware import GIB, Hardware
-from dualres.plan.search import Fixed, choose
+from dualres.plan.search import choose
 
 TENSOR = ["--set", "train.parallel.tensor=2", "--set", "train.parallel.sequence_parallel=true"]
 CHECKED = [*TENSOR, "--set", "train.global_batch=64"]
@@ -19,7 +19,7 @@ CHECKED = [*TENSOR, "--set", "train.global_batch=64"]
 def plan_of(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, Any]]:
     code = main(["plan", *words, "--json"])
     out, shown = capsys.readouterr()
-    assert shown == ("" if code == 0 else "dualres: it does not fit so\n")
+    assert shown == ("" if code == 0 else "dualres: it does not fit\n")
     return code, json.loads(out)
 
 
@@ -31,7 +31,7 @@ def test_a_mesh_that_is_given(capsys: pytest.CaptureFixture[str]):
     assert made["mesh"]["name"] == "dp2·tp2"
     assert list(made["residuals"]) == ["standard", "attnres-block", "dar-block", "mhc-2"]
     for found in made["residuals"].values():
-        (held,), (sent,) = found["memory"], found["sent"]
+        (held,), (sent,) = found["memory"], found["communication"]
         assert held["total"] == sum(size for part, size in held.items() if part != "total")
         assert sent["tensor"] > 0
         assert sent["pipeline"] == 0
@@ -45,7 +45,7 @@ def test_a_mesh_that_is_given(capsys: pytest.CaptureFixture[str]):
     assert main(["plan", *given]) == 0
     text, shown = capsys.readouterr()
     assert shown.startswith("dp2·tp2: standard")
-    for words in ("a model that no GPU has confirmed", "989 Tflop/s", "live streams", "start it with", "as given"):
+    for words in ("not validated on GPUs", "989 Tflop/s", "live streams", "start it with", "as given"):
         assert words in text
 
 
@@ -63,13 +63,13 @@ def test_a_mesh_that_is_chosen_fits_and_is_started(capsys: pytest.CaptureFixture
 
 def test_less_memory_takes_what_is_slower():
     config = load_config("nano", "dar-block", ["train.global_batch=64"])
-    free = Fixed(micro_batch=False, recompute=False)
-    wide = choose(config, 4, Hardware(memory=GIB), free)
-    held = wide.estimate.memory[wide.estimate.fullest].total
-    tight = choose(config, 4, Hardware(memory=0.5 * held / 0.9), free)
-    assert tight.estimate.memory[tight.estimate.fullest].total <= 0.5 * held
-    assert tight.estimate.seconds.total > wide.estimate.seconds.total
-    asked = choose(config, 4, Hardware(memory=GIB), Fixed(micro_batch=True, recompute=True))
+    wide = choose(config, 4, Hardware(memory=GIB))
+    tight = choose(config, 4, Hardware(memory=0.5 * wide.peak_memory / 0.9))
+    assert tight.peak_memory <= 0.5 * wide.peak_memory
+    assert tight.step is not None
+    assert wide.step is not None
+    assert tight.step.seconds.total > wide.step.seconds.total
+    asked = choose(config, 4, Hardware(memory=GIB), {"micro_batch", "recompute"})
     assert (asked.config.train.micro_batch, asked.config.train.recompute) == (16, "none")
 
 
@@ -95,7 +95,14 @@ def test_what_a_pipeline_sends(ranks: int, virtual: int, capsys: pytest.CaptureF
     """Eight blocks in C = P·V even chunks; sixteen micro-batches, states there and gradients back."""
     cut = {"pipeline": ranks, "virtual_stages": virtual}
     given = ["nano", "dar-block", "--gpus", str(ranks), "--gpu-memory", "1", "--set", f"train.parallel={cut}"]
-    given += ["--set", "branches_per_block=2", "--set", "train.global_batch=64", "--set", "train.micro_batch=4"]
+    given += [
+        "--set",
+        "residual.default_branches_per_block=2",
+        "--set",
+        "train.global_batch=64",
+        "--set",
+        "train.micro_batch=4",
+    ]
     _, made = plan_of(capsys, *given)
     p, v, c = ranks, virtual, ranks * virtual
     stream, blocks = 4 * 256 * 96 * 4, 8 // c
@@ -106,7 +113,7 @@ def test_what_a_pipeline_sends(ranks: int, virtual: int, capsys: pytest.CaptureF
         "dar-block": (2 * cached * blocks + p - 1, 2 * naive * blocks + c - 1),
     }
     for name, found in made["residuals"].items():
-        sizes = sum(sent["pipeline"] for sent in found["sent"]), sum(found["pipeline_resent"])
+        sizes = sum(sent["pipeline"] for sent in found["communication"]), sum(found["pipeline_resent"])
         assert sizes == tuple(2 * 16 * stream * streams for streams in wanted[name]), name
     assert main(["plan", *given]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -133,14 +140,10 @@ REFUSED = {
     "no end of memory": (["--gpus", "8", "--gpu-memory", "inf"], "--gpu-memory inf is not positive and finite"),
     "flops": (["--gpus", "8", "--peak-flops", "inf"], "--peak-flops inf is not positive and finite"),
     "hardly a flop": (["--gpus", "8", "--peak-flops", "1e-300"], "--peak-flops 1e-300 is true of no hardware"),
-    "utilisation": (["--gpus", "8", "--utilisation", "1.5"], "--utilisation 1.5 is above 1"),
+    "utilization": (["--gpus", "8", "--utilization", "1.5"], "--utilization 1.5 is above 1"),
     "gpus": (["--gpus", str(10**24)], "are more than a plan is made for: use at most 1,000,000"),
-    "ddp": (["--gpus", "8", "--set", "train.engine=ddp"], "train.engine=ddp is not what a plan for 8 GPUs starts: use"),
-    "single": (
-        ["--gpus", "8", "--set", "train.engine=single"],
-        "use --set train.engine=fsdp2; dualres train --dry-run",
-    ),
-    "context": (["--gpus", "8", "--set", "train.parallel.context=2"], "context parallelism is not built"),
+    "ddp": (["--gpus", "8", "--set", "train.engine=ddp"], "than the 8 data-parallel ranks of dp8: use --set train.gl"),
+    "context": (["--gpus", "8", "--set", "train.parallel.context=2"], "context parallelism is not implemented"),
     "bandwidth": (["--gpus", "8", "--node-bandwidth", "-1"], "--node-bandwidth -1.0 is not positive"),
 }
 
@@ -149,6 +152,11 @@ REFUSED = {
 def test_what_is_refused(words: list[str], says: str, capsys: pytest.CaptureFixture[str]):
     assert main(["plan", "nano", "dar-block", "--gpu-memory", "1", *words]) == 2
     assert says in capsys.readouterr().err
+
+
+def test_an_engine_for_one_process_is_not_planned_for_several(capsys: pytest.CaptureFixture[str]):
+    assert main(["plan", "nano", "dar-block", "--gpu-memory", "1", "--gpus", "8", "--set", "train.engine=single"]) == 1
+    assert "use ddp, fsdp2 or deepspeed" in capsys.readouterr().err
 
 
 def test_a_residual_that_the_mesh_does_not_suit(capsys: pytest.CaptureFixture[str]):

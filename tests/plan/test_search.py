@@ -3,12 +3,10 @@
 import pytest
 
 from dualres.config.loading import load_config
-from dualres.config.schema import Config
-from dualres.plan.estimate import Estimate, estimate
+from dualres.plan.estimate import MeshEstimate, estimate
 from dualres.plan.hardware import USABLE, Hardware
-from dualres.plan.search import Fixed, choose, rows
+from dualres.plan.search import candidates, choose
 
-FREE = Fixed(micro_batch=False, recompute=False)
 BATCH = ["model.layers=5", "train.global_batch=52", "train.micro_batch=4"]
 CASES = {
     "dense, short last block": ("nano", "dar-block", [], 4),
@@ -22,14 +20,11 @@ MACHINES = {
 }
 
 
-def held(found: Estimate) -> int:
-    return found.memory[found.fullest].total
-
-
-def place(config: Config, found: Estimate, wanted: int) -> tuple[float, bool, int]:
+def place(found: MeshEstimate, wanted: int) -> tuple[float, bool, int]:
     """Fastest first, then the recipe's micro-batch, then the largest."""
-    size = config.train.micro_batch
-    return float(f"{found.seconds.total:.9g}"), size != wanted, -size
+    assert found.step is not None
+    size = found.config.train.micro_batch
+    return float(f"{found.step.seconds.total:.9g}"), size != wanted, -size
 
 
 @pytest.mark.parametrize(("scale", "residual", "overrides", "processes"), CASES.values(), ids=CASES)
@@ -37,14 +32,17 @@ def test_the_choice_is_the_fastest_that_fits(scale: str, residual: str, override
     config = load_config(scale, residual, [*BATCH, *overrides])
     wanted = config.train.micro_batch
     for name, machine in MACHINES.items():
-        every = [(row, estimate(row.config, row.mesh, machine)) for row in rows(config, processes, machine, FREE)]
+        every = [
+            (row, estimate(row.config, row.config.train.engine, row.mesh, machine))
+            for row in candidates(config, processes, machine, set())
+        ]
         for row, found in every:
-            assert row.seconds <= found.seconds.total * (1 + 1e-12), (name, row)
-            assert row.memory <= held(found), (name, row)
-        sizes = sorted(held(found) for _, found in every)
+            assert row.seconds <= place(found, wanted)[0] * (1 + 1e-8), (name, row)
+            assert row.memory <= found.peak_memory, (name, row)
+        sizes = sorted(found.peak_memory for _, found in every)
         for limit in (sizes[-1], *sizes[:: max(1, len(sizes) // 4)]):  # none is too tight for the smallest
             small = machine._replace(memory=limit / USABLE * (1 + 1e-9))
-            best = min(place(row.config, found, wanted) for row, found in every if found.fits(small))
-            chosen = choose(config, processes, small, FREE)
-            assert chosen.estimate.fits(small)
-            assert place(chosen.config, chosen.estimate, wanted) == best, (name, limit)
+            best = min(place(found, wanted) for _, found in every if found.fits(small))
+            chosen = choose(config, processes, small)
+            assert chosen.fits(small)
+            assert place(chosen, wanted) == best, (name, limit)

@@ -33,7 +33,7 @@ def start(profile: Path) -> webdriver.Chrome:
 
 
 def load(browser: webdriver.Chrome, page: Path, width: int = DESKTOP, **features: str) -> None:
-    """Open it anew, so wide, with media features such as a colour scheme."""
+    """Open it anew, so wide, with media features such as a color scheme."""
     browser.get("about:blank")
     size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width == PHONE}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)

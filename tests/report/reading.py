@@ -25,6 +25,11 @@ class Element:
     def text(self) -> str:
         return "".join(part if isinstance(part, str) else part.text for part in self.inside)
 
+    @property
+    def words(self) -> str:
+        """The text on one line."""
+        return " ".join(self.text.split())
+
     def all(self, name: str, **attributes: str) -> list["Element"]:
         """All elements of this name below it; `class_` stands for class."""
         wanted = {key.rstrip("_"): value for key, value in attributes.items()}

@@ -1,4 +1,4 @@
-"""The page in a real browser: it loads nothing, shows everything, fits a phone, paper and the dark."""
+"""The page in a real browser: it loads nothing, shows everything, fits phones, print and dark mode."""
 
 import base64
 from pathlib import Path
@@ -10,17 +10,18 @@ from selenium.webdriver.common.by import By
 from tests.report.browsing import DESKTOP, HIGH, PHONE, button, load, media, requests
 
 
-def test_it_asks_for_nothing_but_itself(browser: webdriver.Chrome, full_page: Path):
+def test_it_loads_nothing_and_shows_every_figure(browser: webdriver.Chrome, full_page: Path):
     load(browser, full_page)
     asked = requests(browser)
     assert [url for url in asked if url.startswith("file:")] == [full_page.as_uri()]
     assert [url for url in asked if not url.startswith(("file:", "data:", "blob:"))] == []
     assert browser.get_log("browser") == []  # no error, no warning
+    check_figures(browser)
+    check_policy(browser)
 
 
-def test_what_is_added_to_it_cannot_ask_either(browser: webdriver.Chrome, full_page: Path):
-    """The policy holds even for markup that were to slip through, and for scripts of others."""
-    load(browser, full_page)
+def check_policy(browser: webdriver.Chrome) -> None:
+    """Markup and scripts that someone adds can neither load nor run anything."""
     browser.execute_async_script("""
         const done = arguments[arguments.length - 1];
         window.ran = false;
@@ -38,17 +39,14 @@ def test_what_is_added_to_it_cannot_ask_either(browser: webdriver.Chrome, full_p
     assert len(refused) == 2
 
 
-def test_every_figure_is_visible(browser: webdriver.Chrome, full_page: Path):
-    load(browser, full_page)
+def check_figures(browser: webdriver.Chrome) -> None:
     images = browser.execute_script("""
         return [...document.images].map((image) => {
           const box = image.getBoundingClientRect();
           return [image.alt, image.complete, image.naturalWidth, box.width, box.height];
         });
     """)
-    assert [image[0] for image in images] == [
-        f"Sizes and disagreement, 2×32 {name}" for name in ("standard", "dar-block")
-    ]
+    assert [image[0] for image in images] == [f"RMS and divergence, 2×32 {name}" for name in ("standard", "dar-block")]
     for _, complete, natural, width, height in images:
         assert complete
         assert min(natural, width, height) > 0
@@ -85,23 +83,23 @@ def test_the_page_never_scrolls_sideways(browser: webdriver.Chrome, full_page: P
         assert any(inside > box for box, inside in sizes)
 
 
-def test_the_dark_is_dark(browser: webdriver.Chrome, full_page: Path):
-    def colours() -> list[int]:
+def test_dark_mode(browser: webdriver.Chrome, full_page: Path):
+    def colors() -> list[int]:
         script = "const s = getComputedStyle(document.body); return [s.backgroundColor, s.color]"
-        return [sum(int(part) for part in text[4:-1].split(",")) for text in browser.execute_script(script)]
+        return [sum(int(part) for part in rgb[4:-1].split(",")) for rgb in browser.execute_script(script)]
 
     load(browser, full_page, prefers_color_scheme="light")
-    ground, ink = colours()
-    assert ground > 700 > 150 > ink
+    background, text = colors()
+    assert background > 700 > 150 > text
     media(browser, "", prefers_color_scheme="dark")
-    ground, ink = colours()
-    assert ground < 100 < 600 < ink
+    background, text = colors()
+    assert background < 100 < 600 < text
     line = browser.find_element(By.CSS_SELECTOR, "#loss-1 .c0 .line:not(.casing)")
     assert browser.execute_script("return getComputedStyle(arguments[0]).stroke", line) == "rgb(242, 242, 242)"
     card = browser.find_element(By.CSS_SELECTOR, ".panels figure")
     assert browser.execute_script("return getComputedStyle(arguments[0]).backgroundColor", card) == "rgb(255, 255, 255)"
     media(browser, "print", prefers_color_scheme="dark")
-    assert colours()[0] > 700  # paper is white
+    assert colors()[0] > 700  # paper is white
 
 
 def test_it_prints(browser: webdriver.Chrome, full_page: Path):

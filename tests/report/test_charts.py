@@ -1,4 +1,4 @@
-"""Curves: the moving average, the range over seeds, thinning, looks; and colours that can be seen."""
+"""Curves: the moving average, the range over seeds, thinning, styles; and colors with enough contrast."""
 
 import re
 from dataclasses import replace
@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from dualres.report.static_chart import still
 
-from dualres.report.charts import MOST_POINTS, Chart, as_data, loss_charts, router_charts
+from dualres.report.charts import MAX_POINTS, Chart, as_data, as_svg, loss_charts, router_charts
 from dualres.report.groups import group_runs
 from dualres.report.page import STYLE
 from dualres.report.runs import Curve, Run, find_runs
@@ -51,7 +50,7 @@ def test_the_mean_of_moving_averages_and_its_range(suite: Path, steps: int, wind
         assert series.mean[at] == pytest.approx(np.mean(means), abs=1e-5)
         assert (series.low[at], series.high[at]) == pytest.approx((min(means), max(means)), abs=1e-5)
     assert series.x[-1] == 128 * steps
-    assert len(series.x) == len(series.mean) == min(MOST_POINTS, steps - window + 1)
+    assert len(series.x) == len(series.mean) == min(MAX_POINTS, steps - window + 1)
 
 
 def test_a_longer_seed_is_cut_where_the_shorter_ends(suite: Path):
@@ -68,11 +67,11 @@ def test_windows_that_differ_are_told(suite: Path):
     assert drawn([short._replace(summary=None), long]).window == "2 to 20"
 
 
-def test_colours_and_styles_are_those_of_the_suite(suite: Path):
+def test_colors_and_styles(suite: Path):
     """Beyond eight the line style changes."""
     [run] = runs_of(suite, falling(20, 0.0))
     many = [changed(run, clip=1.0 + n)._replace(folder=Path(str(n))) for n in range(10)]
-    looks = [(series.colour, series.style) for series in drawn(many).series]
+    looks = [(series.color, series.style) for series in drawn(many).series]
     assert looks == [(n % len(COLORS), n // len(COLORS) % len(STYLES)) for n in range(10)]
 
 
@@ -94,14 +93,14 @@ def test_routers_have_a_chart_of_their_own(suite: Path, sparse: Path):
     assert [loss.title for loss in loss_charts(groups)] == ["2×32", "2×32, 4 experts"]
 
 
-def test_the_still_picture(suite: Path, sparse: Path):
+def test_the_static_figure(suite: Path, sparse: Path):
     groups = group_runs(find_runs([suite, sparse]))[0]
     for chart in (*loss_charts(groups), *router_charts(groups)):
-        text = still(chart)
-        assert text == still(chart)  # the same bytes for the same runs
+        text = as_svg(chart)
+        assert text == as_svg(chart)  # the same bytes for the same runs
         assert text.count("<path") > 5
         for series in chart.series:
-            assert f"stroke: {COLORS[series.colour].lower()}" in text.lower()
+            assert f"stroke: {COLORS[series.color].lower()}" in text.lower()
 
 
 def variables(block: str) -> dict[str, str]:
@@ -115,8 +114,8 @@ DARK = {**LIGHT, **variables(re.split(r"@media screen and \(prefers-color-scheme
 def contrast(a: str, b: str) -> float:
     """WCAG 2's."""
 
-    def luminance(colour: str) -> float:
-        digits = colour[1:] if len(colour) == 7 else "".join(2 * digit for digit in colour[1:])
+    def luminance(color: str) -> float:
+        digits = color[1:] if len(color) == 7 else "".join(2 * digit for digit in color[1:])
         parts = [int(digits[n : n + 2], 16) / 255 for n in (0, 2, 4)]
         linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
         return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
@@ -126,21 +125,20 @@ def contrast(a: str, b: str) -> float:
 
 
 @pytest.mark.parametrize("scheme", [LIGHT, DARK], ids=["light", "dark"])
-def test_everything_can_be_seen_on_the_ground(scheme: dict[str, str]):
+def test_everything_contrasts_with_the_background(scheme: dict[str, str]):
     """WCAG AA: 4.5 for text, 3 for lines; a pale line has a casing that is seen instead."""
-    for ground in (scheme["ground"], scheme["soft"]):
-        for text in ("ink", "quiet", "link"):
-            assert contrast(scheme[text], ground) >= 4.5
+    for background in (scheme["background"], scheme["soft"]):
+        for text in ("text", "muted", "link"):
+            assert contrast(scheme[text], background) >= 4.5
     for number in range(len(COLORS)):
         line, casing = scheme[f"c{number}"], scheme[f"k{number}"]
         seen = line if casing == "transparent" else casing
-        assert contrast(seen, scheme["ground"]) >= 3, number
-    assert scheme["ground"] == "#fff" or contrast(scheme["c0"], "#000") > 15  # black is light in the dark
+        assert contrast(seen, scheme["background"]) >= 3, number
+    assert scheme["background"] == "#fff" or contrast(scheme["c0"], "#000") > 15  # black is light in the dark
 
 
-def test_the_light_colours_are_those_of_the_suite():
-    for number, colour in enumerate(COLORS):
-        given = LIGHT[f"c{number}"]
-        assert (given if len(given) == 7 else "#" + "".join(2 * digit for digit in given[1:])) == colour.lower()
+def test_the_page_has_every_color_and_style():
+    for number, color in enumerate(COLORS):
+        assert LIGHT[f"c{number}"] == color.lower()
         assert f".c{number} " in STYLE
     assert all(f".s{number} .line" in STYLE for number in range(1, len(STYLES)))

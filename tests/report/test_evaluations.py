@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dualres.report.analyses import as_html
 
 from dualres.analyze.analysis import Analysis, write_analysis
 from dualres.analyze.figures import Panel, Section
 from dualres.cli import main
 from dualres.evaluate.tables import REFERENCE, tables
+from dualres.report.page import analysis_section
 from tests.evaluate.test_tables import everything
 from tests.report.reading import Element, evaluation, make, parsed, section
 
@@ -57,10 +57,8 @@ def test_what_an_older_version_wrote(suite: Path, tmp_path: Path):
     del data["tables"]
     (folder / "report.json").write_text(json.dumps(data))
     [notice] = section(make(tmp_path / "page.html", suite, "--evaluation", folder), "evaluation").all("p")
-    assert notice.text == (
-        f"{folder / 'report.json'} was written by an older version and has no tables: give the same dualres evaluate "
-        "command again, which keeps what it has measured."
-    )
+    assert f"{folder / 'report.json'} was written by an older version" in notice.text
+    assert "run the same dualres evaluate command again" in notice.text
 
 
 @pytest.mark.parametrize(
@@ -71,27 +69,27 @@ def test_what_cannot_be_read(suite: Path, tmp_path: Path, capsys: pytest.Capture
     assert main(["report", str(suite), "--evaluation", str(folder), "-o", str(tmp_path / "page.html")]) == 2
     said = capsys.readouterr().err
     assert f"{folder / 'report.json'} cannot be read" in said
-    assert "give the same dualres evaluate command again" in said
+    assert "run the same dualres evaluate command again" in said
     assert not (tmp_path / "page.html").exists()
 
 
 def test_a_folder_without_a_report(suite: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["report", str(suite), "--evaluation", str(tmp_path), "-o", str(tmp_path / "page.html")]) == 2
-    assert f"--evaluation {tmp_path} has no report.json: give the folder" in capsys.readouterr().err
+    assert f"--evaluation {tmp_path} has no report.json: pass the --out folder" in capsys.readouterr().err
 
 
 def test_without_analyses_the_page_says_what_makes_them(suite: Path, tmp_path: Path):
     assert "dualres analyze RUN…" in section(make(tmp_path / "page.html", suite), "analyses").text
 
 
-def analysed(run: Path, name: str, tokens: int = 256) -> None:
+def write_fake(run: Path, name: str, tokens: int = 256) -> None:
     write_analysis(run / "analysis", Analysis({"name": name, "tokens_per_sequence": tokens}, {}, {}))
 
 
 def test_the_first_seed_with_an_analysis_is_shown(suite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     copied = Path(shutil.copytree(suite, tmp_path / "copy"))
     for run in ("standard-seed1", "dar-block-seed0", "dar-block-seed1"):
-        analysed(copied / run, run)
+        write_fake(copied / run, run)
     seen: dict[str, str] = {}
 
     def stand_in(analyses: Mapping[str, Analysis]) -> list[Section]:
@@ -99,7 +97,7 @@ def test_the_first_seed_with_an_analysis_is_shown(suite: Path, tmp_path: Path, m
         panels = tuple(Panel(method, f'<svg xmlns="http://www.w3.org/2000/svg">{method}</svg>') for method in analyses)
         return [Section("cka", 'Alike & "<b>not', "What it <i>shows", panels)]
 
-    monkeypatch.setattr("dualres.report.analyses.sections", stand_in)
+    monkeypatch.setattr("dualres.report.page.sections", stand_in)
     part = section(make(tmp_path / "page.html", copied), "analyses")
     assert seen == {"standard": "standard-seed1", "dar-block": "dar-block-seed0"}
     assert "standard (seed 1, standard-seed1) and dar-block (seed 0, dar-block-seed0)." in part.text
@@ -118,28 +116,28 @@ def test_methods_of_several_scales_are_told_apart(
 ):
     runs = [Path(shutil.copytree(run, tmp_path / run.name)) for run in (suite / "dar-block-seed0", sparse)]
     for run in runs:
-        analysed(run, run.name)
-    monkeypatch.setattr("dualres.report.analyses.sections", lambda analyses: [Section(n, n, "", ()) for n in analyses])
+        write_fake(run, run.name)
+    monkeypatch.setattr("dualres.report.page.sections", lambda analyses: [Section(n, n, "", ()) for n in analyses])
     part = section(make(tmp_path / "page.html", *runs), "analyses")
     assert [title.text for title in part.all("h3")] == ["2×32 dar-block", "2×32, 4 experts dar-block"]
 
 
 def test_other_ways_of_looking_are_told(suite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("dualres.report.analyses.sections", lambda analyses: [Section(n, n, "", ()) for n in analyses])
+    monkeypatch.setattr("dualres.report.page.sections", lambda analyses: [Section(n, n, "", ()) for n in analyses])
     copied = Path(shutil.copytree(suite, tmp_path / "suite"))
-    analysed(copied / "standard-seed0", "standard")
-    analysed(copied / "dar-block-seed0", "dar-block")
+    write_fake(copied / "standard-seed0", "standard")
+    write_fake(copied / "dar-block-seed0", "dar-block")
     text = section(make(tmp_path / "page.html", copied), "analyses").text
-    assert "Looked at: unknown sequences of 256 tokens" in text
-    analysed(copied / "dar-block-seed0", "dar-block", 8)
+    assert "Protocol: unknown sequences of 256 tokens" in text
+    write_fake(copied / "dar-block-seed0", "dar-block", 8)
     text = section(make(tmp_path / "page.html", copied), "analyses").text
-    assert "They were not all looked at in the same way" in text
+    assert "Protocols differ" in text
     assert "of 8 tokens" in text
 
 
 def test_a_wide_picture_has_a_line_of_its_own():
     pictures = [Panel(name, f'<svg width="{width}pt" height="90pt"/>') for name, width in (("a", 300), ("b", 900.5))]
-    figures = parsed(as_html(Section("cka", "Alike", "", tuple(pictures)))).all("figure")
+    figures = parsed(analysis_section(Section("cka", "Alike", "", tuple(pictures)))).all("figure")
     assert [figure.attributes.get("class") for figure in figures] == [None, "wide"]
 
 

@@ -69,7 +69,7 @@ def test_what_differs_is_in_the_name(suite: Path, tmp_path: Path, change: dict[s
 def test_settings_of_one_scale_are_told_apart(suite: Path, tmp_path: Path):
     other = copy_run(suite / "standard-seed0", tmp_path / "other", train__tokens=999_936)
     found = groups(suite / "standard-seed0", suite / "mhc-2-seed0", other)
-    assert [group.place for group in found] == [
+    assert [group.heading for group in found] == [
         f"{TINY}, tokens=3072",
         f"{TINY}, tokens=999936",
         f"{TINY}, tokens=3072",

@@ -18,6 +18,7 @@ from dualres.config.loading import load_config
 from dualres.config.schema import Config
 from dualres.config.validation import build
 from dualres.report.page import SCRIPT
+from dualres.residual import registry
 from dualres.train.run_folder import CONFIG, SUMMARY, read_config
 from tests.report.reading import Element, copy_run, describe, make, section
 
@@ -36,7 +37,7 @@ def losses(suite: Path, method: str) -> dict[int, float]:
 
 def test_what_was_compared_comes_first(page: Element, data: Path):
     [lead] = page.all("p", class_="lead")
-    assert lead.text == f"Compared here: residual methods, 3 at 2×32 (3,072 tokens of {data.name}, seeds 0 and 1)."
+    assert lead.text == f"This page compares residual methods: 3 at 2×32 (3,072 tokens of {data.name}, seeds 0 and 1)."
     assert "5 runs on a CPU, 1 thread. No run used a GPU." in page.text
     names = [heading.attributes["id"] for heading in page.all("h2")]
     assert names == ["comparison", "curves", "paper", "analyses", "configs"]
@@ -75,9 +76,9 @@ def test_the_comparison(page: Element, suite: Path):
     means = {name: statistics.fmean(losses(suite, name).values()) for name in ("standard", "dar-block", "mhc-2")}
     best = min(means, key=means.__getitem__)
     assert [bold.text.split()[0] for bold in table.all("b")] == [f"{means[best]:.4f}"]
-    notes = section(page, "comparison").text
-    assert "95% interval over seeds" in notes
-    assert "no benchmark" in notes
+    notes = section(page, "comparison").words
+    assert "95% confidence interval over seeds" in notes
+    assert "not a benchmark" in notes
 
 
 def test_parameters_are_counted(page: Element, sparse: Path, tmp_path: Path):
@@ -128,7 +129,7 @@ def test_other_means_have_no_ratio(suite: Path, tmp_path: Path):
 
 def test_the_papers_losses_are_called_the_papers(page: Element, suite: Path):
     part = section(page, "paper")
-    assert "not reproduced here" in part.text
+    assert "not reproduced here" in part.words
     [sweep] = part.all("table")  # no run is of the ablation
     header, *rows = sweep.rows()
     assert header == ["method", "the paper, 0.1b", "the paper, 0.3b", "the paper, 0.5b", "here, 2×32"]
@@ -143,9 +144,7 @@ def test_the_papers_losses_are_called_the_papers(page: Element, suite: Path):
 
 
 def test_the_ablation_has_one_column_of_the_paper(suite: Path, tmp_path: Path):
-    run = copy_run(
-        suite / "dar-block-seed0", tmp_path / "run", residual__method="dar-selfkv", residual__branches_per_block=None
-    )
+    run = copy_run(suite / "dar-block-seed0", tmp_path / "run", residual__method="dar-selfkv")
     [table] = section(make(tmp_path / "page.html", run), "paper").all("table")
     header, *rows = table.rows()
     assert header == ["method", "the paper, 0.5b", "here, 2×32"]
@@ -172,13 +171,14 @@ def test_configs_and_commands(page: Element, suite: Path, data: Path):
     assert "train.seed=1." in found[0].text
 
 
-def test_where_there_is_no_command(suite: Path, tmp_path: Path):
-    run = copy_run(suite / "dar-block-seed0", tmp_path / "run", residual__branches_per_block=None)
-    assert "No configs that ship with dualres lead to it" in section(make(tmp_path / "a.html", run), "configs").text
+def test_where_there_is_no_command(suite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(registry.METHODS, "my-method", registry.METHODS["dar-block"])
+    run = copy_run(suite / "dar-block-seed0", tmp_path / "run", residual__method="my-method")
+    assert "No shipped configs lead to this config" in section(make(tmp_path / "a.html", run), "configs").text
     started = copy_run(suite / "standard-seed0", tmp_path / "started")
     describe(started, start="llama")
     text = section(make(tmp_path / "b.html", started), "configs").text
-    assert "It began with the weights of llama" in text
+    assert "It started from the weights of llama" in text
     assert "dualres train" not in text
 
 

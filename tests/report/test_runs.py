@@ -81,7 +81,7 @@ def summary_without_loss(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
-        (half_written, f"{METRICS} cannot be read (no row of it is whole): restore it, or leave this run out"),
+        (half_written, f"{METRICS} cannot be read (it has no complete row): restore it, or leave this run out"),
         (without_tokens, f"{METRICS} cannot be read (tokens is None in"),
         (not_a_number, f"{METRICS} cannot be read (loss is nan in"),
         (no_objects, f"{METRICS} cannot be read ("),
@@ -89,7 +89,7 @@ def summary_without_loss(folder: Path) -> None:
         (broken_config, f"{CONFIG} cannot be read"),
         (unknown_key, "unknown key model.depth=3"),
         (broken_summary, f"{SUMMARY} cannot be read"),
-        (summary_without_loss, f"{SUMMARY} has no validation_loss: remove it"),
+        (summary_without_loss, f"{SUMMARY} has no validation_loss: delete it"),
     ],
 )
 def test_a_damaged_run_is_named_and_nothing_is_written(
@@ -107,13 +107,13 @@ def test_a_damaged_run_is_named_and_nothing_is_written(
 def test_what_is_no_run_is_refused(suite: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").touch()
-    for given, says in (("empty", "is no run and holds none"), ("file", "is a file"), ("none", "does not exist")):
+    for given, says in (("empty", "is not a run and contains none"), ("file", "is a file"), ("none", "does not exist")):
         assert main(["report", str(suite), str(tmp_path / given), "-o", str(tmp_path / "page.html")]) == 2
         said = capsys.readouterr().err
         assert f"RUN {tmp_path / given} {says}" in said
-        assert "give" in said
+        assert "pass" in said
     assert main(["report", str(suite), "-o", str(tmp_path)]) == 2
-    assert f"-o {tmp_path} is a folder: name a file, {tmp_path / 'report.html'} say" in capsys.readouterr().err
+    assert f"-o {tmp_path} is a folder: name a file, such as {tmp_path / 'report.html'}" in capsys.readouterr().err
     assert not list(tmp_path.glob("*.html"))
 
 
@@ -140,7 +140,7 @@ def test_only_runs_without_a_step(suite: Path, tmp_path: Path, capsys: pytest.Ca
     (run / METRICS).write_text("")
     (run / SUMMARY).unlink()
     assert main(["report", str(tmp_path / "suite"), "-o", str(tmp_path / "page.html")]) == 2
-    assert f"no run has taken a step yet in {tmp_path / 'suite'}" in capsys.readouterr().err
+    assert f"no run in {tmp_path / 'suite'} has taken a step yet" in capsys.readouterr().err
     page = make(tmp_path / "page.html", suite, run)
     assert "No step taken yet: run." in page.text
 
@@ -153,7 +153,7 @@ def test_an_unfinished_run_has_a_curve_and_no_row(suite: Path, tmp_path: Path):
     (run / METRICS).write_text("".join(lines[:10]) + lines[10][:9])  # as a crash leaves it: validated at step 8
     page = make(tmp_path / "page.html", copied)
     assert (
-        f"Not finished, so with a curve and not in the tables: dar-block-seed1 ({9 * 128:,} of {STEPS * 128:,}"
+        f"Unfinished, shown as curves but not in the tables: dar-block-seed1 ({9 * 128:,} of {STEPS * 128:,}"
         in page.text
     )
     [chart] = charts(page)
@@ -161,7 +161,7 @@ def test_an_unfinished_run_has_a_curve_and_no_row(suite: Path, tmp_path: Path):
     assert list(drawn) == ["standard", "dar-block", "dar-block, unfinished", "mhc-2"]
     assert drawn["dar-block, unfinished"]["x"][-1] == 9 * 128
     assert drawn["dar-block"]["x"][-1] == STEPS * 128  # not cut short by the other seed
-    assert drawn["dar-block"]["colour"] == drawn["dar-block, unfinished"]["colour"]
+    assert drawn["dar-block"]["color"] == drawn["dar-block, unfinished"]["color"]
     assert drawn["dar-block"]["style"] != drawn["dar-block, unfinished"]["style"]
     seeds = {row[0]: row[1] for row in section(page, "comparison").all("table")[0].rows()[2:]}
     assert seeds == {"standard": "2", "dar-block": "1", "mhc-2": "1"}

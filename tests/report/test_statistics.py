@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from dualres.report.statistics import T_POINTS, Estimate, estimate, paired_difference, t_point
+from dualres.report.statistics import T_POINTS, Interval, estimate, paired_difference, t_point
 
 
 def t_distribution(t: float, freedom: int) -> float:
@@ -26,9 +26,9 @@ def test_t_points(freedom: int):
 def test_estimate():
     """Three values by hand: mean 2, s = 1, half = 4.303 / √3."""
     assert estimate([1.0, 2.0, 3.0]) == pytest.approx((2.0, 4.303 / math.sqrt(3), 3))
-    assert estimate([1.5]) == Estimate(1.5, None, 1)
+    assert estimate([1.5]) == Interval(1.5, None, 1)
     assert estimate([1.0, 2.0, 3.0]).text(2) == "2.00 ± 2.48"
-    assert Estimate(-0.1, None, 1).text(sign="+") == "-0.1000"
+    assert Interval(-0.1, None, 1).text(sign="+") == "-0.1000"
 
 
 def test_the_interval_covers():

@@ -7,43 +7,49 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dualres.cli import main
 from dualres.config.paper import KV_ABLATION, SIZE_SWEEP
-from dualres.report import suite_tables
-from dualres.report.suite import Cell, Matrix, Result, cells, results
+from dualres.report import comparison
+from dualres.report.comparison import ComparisonRow
+from dualres.report.runs import Run
+from dualres.report.suite import Suite, SuiteRun, all_runs, finished_runs, group_by_rate
 from dualres.train.run_folder import SUMMARY
-from tests.train.tiny import ROOT, metrics, overrides, tiny_data
+from tests.train.tiny import ROOT, metrics, overrides, tiny_config, tiny_data, train_tiny
 
-SHORT = {"train__tokens": 8 * 4 * 32, "train__validate_every": 4}
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_data(tmp_path_factory.mktemp("tiny"))
+SHORT: dict[str, Any] = {"train__tokens": 8 * 4 * 32, "train__validate_every": 4}
+BOTH = ["suite", "nano", "--residuals", "standard,dar-block", "--seeds", "0,1"]
 
 
-def arguments(data: Path, out: Path, *more: str, **changes) -> list[str]:
+def arguments(data: Path, out: Path, *more: str, **changes: Any) -> list[str]:
     sets = [part for override in overrides(**{**SHORT, **changes}) for part in ("--set", override)]
     return ["--data", str(data), "--out", str(out), "--device", "cpu", *sets, *more]
 
 
+def train(data: Path, folder: Path, residual: str = "standard", **changes: Any) -> None:
+    """A run as the suite starts it, without the time that a process takes to start."""
+    train_tiny(tiny_config(residual, **{**SHORT, **changes}), data, folder)
+
+
 @pytest.fixture(scope="module")
 def suite(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two methods with two seeds; the suite itself runs the last."""
     out = tmp_path_factory.mktemp("suites") / "nano"
-    assert main(["suite", "nano", "--residuals", "standard,dar-block", "--seeds", "0,1", *arguments(data, out)]) == 0
+    for residual, seed in (("standard", 0), ("standard", 1), ("dar-block", 0)):
+        train(data, out / f"nano-{residual}-seed{seed}", residual, train__seed=seed)
+    assert main([*BOTH, *arguments(data, out)]) == 0
     return out
 
 
 def test_the_table(suite: Path, data: Path, capsys: pytest.CaptureFixture[str]):
-    again = ["suite", "nano", "--residuals", "standard,dar-block", "--seeds", "0,1", *arguments(data, suite)]
     before = {path: path.stat().st_mtime_ns for path in suite.glob(f"*/{SUMMARY}")}
-    assert main(again) == 0
+    assert main([*BOTH, *arguments(data, suite)]) == 0
     assert {path: path.stat().st_mtime_ns for path in before} == before  # nothing was run again
     shown = capsys.readouterr()
-    assert shown.err.count("finished before") == 4
+    assert shown.err.count("already finished") == 4
     losses = {
         (method, seed): json.loads((suite / f"nano-{method}-seed{seed}" / SUMMARY).read_text())["validation_loss"]
         for method in ("standard", "dar-block")
@@ -89,7 +95,7 @@ def test_other_data_in_the_same_folder_are_refused(suite: Path, tmp_path: Path, 
     other = tiny_data(tmp_path, topics=50)
     given = arguments(other, suite)
     assert main(["suite", "nano", "--residuals", "standard,attnres-block", "--seeds", "0", *given]) == 1
-    assert "holds a run on other data" in capsys.readouterr().err
+    assert "was trained on other data" in capsys.readouterr().err
     assert not (suite / "nano-attnres-block-seed0").exists()
 
 
@@ -103,7 +109,7 @@ def test_other_data_in_the_same_folder_are_refused(suite: Path, tmp_path: Path, 
         (["--residuals", "standard,standard"], {}, 2, "has a value twice"),
         (["--residuals", "standard,darblock"], {}, 2, "darblock"),
         (["--processes", "0"], {}, 2, "--processes 0 is not positive"),
-        (["--processes", "3"], {}, 1, "train.global_batch=4 does not cut into micro-batches"),
+        (["--processes", "3"], {}, 1, "train.global_batch=4 must be at least"),
         (["--residuals", "dar-block,standard"], {"residual__share_parameters": "false"}, 2, "share_parameters"),
         ([], {"model__vocab_size": 100}, 1, "the tokenizer has 257 entries"),
         (["--data", "nowhere"], {}, 2, "nowhere has no index.json"),
@@ -118,10 +124,11 @@ def test_what_is_refused_before_the_first_run(
     assert not out.exists()
 
 
-def test_the_seed_of_the_config(data: Path, tmp_path: Path):
-    given = arguments(data, tmp_path, "--residuals", "standard", train__seed=9)
+def test_the_seed_of_the_config(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    train(data, tmp_path / "nano-standard-seed9", train__seed=9)
+    given = arguments(data, tmp_path, "--residuals", "standard", "--table", train__seed=9)
     assert main(["suite", "nano", *given]) == 0
-    assert (tmp_path / "nano-standard-seed9" / SUMMARY).exists()
+    assert "standard" in capsys.readouterr().out
 
 
 def test_a_look_changes_nothing(suite: Path, data: Path, capsys: pytest.CaptureFixture[str]):
@@ -142,6 +149,7 @@ def test_a_damaged_summary(suite: Path, data: Path, tmp_path: Path, capsys: pyte
     assert f"{copy / 'nano-standard-seed0' / SUMMARY} cannot be read" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_suite_goes_on(data: Path, tmp_path: Path, how: signal.Signals):
     out = tmp_path / "suite"
@@ -167,26 +175,33 @@ def test_an_interrupted_suite_goes_on(data: Path, tmp_path: Path, how: signal.Si
 
 def test_a_failing_run_does_not_stop_the_others(data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     """A rate that overflows fails and is named at the end; the other is in the table."""
+    rate: Any = {"train__learning_rate": 0.001, "train__min_learning_rate": 0.0001, "train__warmup_steps": 0}
+    train(data, tmp_path / "s" / "nano-standard-lr0.001-seed42", **rate)
     given = arguments(data, tmp_path / "s", "--learning-rates", "1e30,0.001", train__warmup_steps=0)
     assert main(["suite", "nano", "--residuals", "standard", *given]) == 1
     shown = capfd.readouterr()
     assert "nano-standard-lr1e+30-seed42 failed with exit code 1" in shown.err
-    last = shown.err.splitlines()[-1]
-    assert last == (
-        "dualres: 1 of 2 runs failed, for the reasons above: nano-standard-lr1e+30-seed42. The same command tries them "
-        "again"
-    )
+    assert "1 of 2 runs failed, see above: nano-standard-lr1e+30-seed42" in shown.err.splitlines()[-1]
     assert "0.001" in shown.out
 
 
-def result(scale: str, residual: str, seed: int, loss: float, rate: float | None = None, processes: int = 1) -> Result:
+def result(
+    scale: str, residual: str, seed: int, loss: float, rate: float | None = None, processes: int = 1
+) -> tuple[SuiteRun, Run]:
     summary = {
         "processes": processes,
         "validation_loss": loss,
         "tokens_per_second": 100.0 if residual == "standard" else 80.0,
         "peak_memory": 10,
     }
-    return Result(Cell(scale, residual, seed, rate), summary, ((1, loss),), ((1, loss),))
+    changed: Any = {} if rate is None else {"train__learning_rate": rate}
+    config = tiny_config(residual, train__seed=seed, **changed)
+    run = Run(Path(), config, Path(), "", None, summary, ((1, loss),), ((1, loss),), ())
+    return SuiteRun(scale, residual, seed, rate), run
+
+
+def compared(*found: tuple[SuiteRun, Run]) -> list[ComparisonRow]:
+    return comparison.compare(comparison.best_rates(group_by_rate(dict(found))))
 
 
 def test_each_method_at_its_best_rate():
@@ -196,33 +211,33 @@ def test_each_method_at_its_best_rate():
         result("nano", "dar-block", 0, 2.4, 1e-3),
         result("nano", "dar-block", 0, 2.6, 3e-3),
     ]
-    rows = {row.method: row for row in suite_tables.compare(found)}
-    assert (rows["standard"].learning_rate, rows["dar-block"].learning_rate) == (3e-3, 1e-3)
+    rows = {row.group.residual: row for row in compared(*found)}
+    assert (rows["standard"].group.options, rows["dar-block"].group.options) == ("0.003", "0.001")
     assert rows["dar-block"].difference is not None
     assert rows["dar-block"].difference.mean == pytest.approx(-0.1)
-    assert rows["dar-block"].speed == pytest.approx(0.8)
-    assert len(suite_tables.sweep(found)) == 4
+    assert rows["dar-block"].speed_ratio == pytest.approx(0.8)
+    assert len(group_by_rate(dict(found))) == 4
 
 
 def test_a_rate_at_which_seeds_failed_is_not_the_best():
     found = [result("nano", "standard", seed, 2.5 + seed / 10, 1e-3) for seed in (0, 1, 2)]
     found.append(result("nano", "standard", 0, 2.4, 3e-3))  # the seed that did not fail
-    [row] = suite_tables.compare(found)
-    assert (row.learning_rate, row.loss.seeds) == (1e-3, 3)
+    [row] = compared(*found)
+    assert (row.group.options, row.loss.seeds) == ("0.001", 3)
 
 
-def test_ratios_are_of_runs_with_equal_means():
-    found = [result("nano", "standard", 0, 3.0), result("nano", "dar-block", 0, 2.9, processes=2)]
-    ours = suite_tables.compare(found)[1]
-    assert (ours.speed, ours.memory) == (None, None)
+def test_ratios_are_of_runs_on_equal_hardware():
+    ours = compared(result("nano", "standard", 0, 3.0), result("nano", "dar-block", 0, 2.9, processes=2))[1]
+    assert (ours.speed_ratio, ours.memory_ratio) == (None, None)
     assert ours.difference is not None
 
 
 def test_what_the_table_says_beside_the_numbers():
     alone = [result("nano", "dar-block", seed, 3.0) for seed in (0, 1)]
-    assert "No run of standard at nano to compare with." in suite_tables.as_text(suite_tables.compare(alone))
-    one_pair = [*alone, result("nano", "standard", 1, 3.1)]
-    assert "-0.1000 (1 of the seeds)" in suite_tables.as_text(suite_tables.compare(one_pair))
+    assert "No run of standard at nano to compare with." in comparison.as_text(compared(*alone))
+    one_pair = compared(*alone, result("nano", "standard", 1, 3.1))
+    assert "-0.1000 (1 of the seeds)" in comparison.as_text(one_pair)
+    assert "1 of the seeds" in comparison.as_html(one_pair)
 
 
 def test_presets_print_the_paper(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -247,9 +262,9 @@ def test_a_preset_at_another_scale(data: Path, tmp_path: Path, capsys: pytest.Ca
 
 
 def test_order_of_the_runs():
-    found = cells([("nano", "a"), ("nano", "b")], [0, 1])
-    assert [(cell.residual, cell.seed) for cell in found] == [("a", 0), ("b", 0), ("a", 1), ("b", 1)]
-    cell = Cell("x/nano.yaml", "y/mine.yaml", 3, 1e-3)
-    assert cell.name == "nano-mine-lr0.001-seed3"
-    assert cell.overrides() == ["train.seed=3", "train.learning_rate=0.001", "train.min_learning_rate=0.0001"]
-    assert results(Matrix(found, Path("none"), Path("none"))) == []
+    found = all_runs([("nano", "a"), ("nano", "b")], [0, 1])
+    assert [(run.residual, run.seed) for run in found] == [("a", 0), ("b", 0), ("a", 1), ("b", 1)]
+    run = SuiteRun("x/nano.yaml", "y/mine.yaml", 3, 1e-3)
+    assert run.name == "nano-mine-lr0.001-seed3"
+    assert run.overrides() == ["train.seed=3", "train.learning_rate=0.001", "train.min_learning_rate=0.0001"]
+    assert finished_runs(Suite(found, Path("none"), Path("none"))) == {}

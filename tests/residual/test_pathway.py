@@ -125,11 +125,12 @@ def test_watching_a_decoder_changes_no_bit(name: str, dtype: torch.dtype):
     assert torch.equal(decoder(tokens), plain)
 
 
+@pytest.mark.axes(method="dar-block", branches_per_block=4, shared=True, layers=5)
 @pytest.mark.parametrize("layers", [1, 2, 5])
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "own"])
 @pytest.mark.parametrize("branches_per_block", [2, 4, 6, 10])
 @pytest.mark.parametrize(
-    "method", [name for name, row in registry.METHODS.items() if "share_parameters" in row.options]
+    "method", [name for name, row in registry.METHODS.items() if hasattr(row.options, "share_parameters")]
 )
 def test_every_parameter_is_used(method: str, branches_per_block: int, shared: bool, layers: int):
     """DDP refuses a parameter that no forward pass uses; a query without a choice and a ρ without a state would be."""
@@ -144,6 +145,7 @@ def test_every_parameter_is_used(method: str, branches_per_block: int, shared: b
     assert not unused
 
 
+@pytest.mark.axes(name="dar-block", feedforward="dense")
 @pytest.mark.parametrize("feedforward", FEEDFORWARDS)
 @pytest.mark.parametrize("name", RESIDUALS)
 def test_every_decoder_parameter_gets_a_gradient(name: str, feedforward: str):
@@ -171,7 +173,8 @@ def test_one_dar_branch_per_block_is_refused_with_the_reason():
 
 def test_a_foreign_option_is_refused():
     with pytest.raises(
-        ConfigError, match=r"residual\.rho_bias=1\.0 is not an option of attnres-block \(it has: share_parameters\)"
+        ConfigError,
+        match=r"residual\.rho_bias=1\.0 is not an option of attnres-block \(its options: share_parameters\)",
     ):
         stack(ResidualConfig("attnres-block", rho_bias=1.0))
 

@@ -11,7 +11,7 @@ from dualres.model.loss import document_numbers
 from dualres.parallel.mesh import Mesh
 from dualres.train.engines.base import TorchEngine
 from dualres.train.engines.build import build_engine, compile_mode
-from dualres.train.throughput import Throughput
+from dualres.train.metrics import Throughput
 from tests.train.tiny import ALONE, tiny_config
 
 END = 256

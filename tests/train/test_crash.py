@@ -19,13 +19,15 @@ from dualres.train import run_folder
 from dualres.train.checkpoint import damage
 from tests.train.tiny import STEPS, checkpoints, descendants, kill_all, launch, losses, metrics, rows, said
 
-KILLS, LONG = 20, 260  # steps, so that the run does not end before it was killed so often
+LONG = 260  # steps, so that a run does not end before it was stopped or killed
 DEADLINE = 900  # seconds, for a run that hangs
 LONG_RUN: dict[str, Any] = {"train__tokens": LONG * 4 * 32, "train__checkpoint_every": 3}
-RANKS = [
-    pytest.param(1, id="single"),
-    pytest.param(2, id="fsdp2", marks=pytest.mark.skipif(not dist.is_gloo_available(), reason="built without gloo")),
+KILLS = [  # kills, steps
+    pytest.param(3, 50, id="three", marks=pytest.mark.slow),
+    pytest.param(20, LONG, id="twenty", marks=pytest.mark.exhaustive),
 ]
+needs_gloo = pytest.mark.skipif(not dist.is_gloo_available(), reason="this PyTorch was built without gloo")
+RANKS = [pytest.param(1, id="single"), pytest.param(2, id="fsdp2", marks=needs_gloo)]
 
 
 def finish(process: subprocess.Popen[str], folder: Path) -> None:
@@ -48,41 +50,45 @@ def wait_for(happened, process: subprocess.Popen[str], folder: Path) -> None:
         time.sleep(0.001)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("ranks", RANKS)
-def test_killed_twenty_times(ranks: int, data: Path, tmp_path: Path):
+@pytest.mark.parametrize(("kills", "steps"), KILLS)
+def test_killed_again_and_again(kills: int, steps: int, ranks: int, data: Path, tmp_path: Path):
     """At random moments, every second time while a checkpoint is being written."""
     whole, folder = tmp_path / "whole", tmp_path / "killed"
-    finish(launch(data, whole, ranks=ranks, **LONG_RUN), whole)
+    long = {**LONG_RUN, "train__tokens": steps * 4 * 32}
+    finish(launch(data, whole, ranks=ranks, **long), whole)
     chance = random.Random(0)
     during_a_save = 0
-    for kill in range(KILLS):
+    for kill in range(kills):
         wanted = rows_there(folder) + chance.randint(1, 6)  # a little further than ever before
-        process = launch(data, folder, ranks=ranks, **LONG_RUN)
+        process = launch(data, folder, ranks=ranks, **long)
         wait_for(lambda wanted=wanted: rows_there(folder) >= wanted, process, folder)
-        if kill % 2:
+        if kill % 2 == 0:
             wait_for(lambda: saving(folder), process, folder)
         time.sleep(chance.uniform(0, 0.02))
         kill_all(process)
         assert process.returncode == -signal.SIGKILL
         during_a_save += saving(folder)
-    assert during_a_save >= 3  # that a save was really cut
+    assert during_a_save >= kills // 3  # that a save was really cut
     assert not (folder / run_folder.SUMMARY).exists()
-    finish(launch(data, folder, ranks=ranks, **LONG_RUN), folder)
+    finish(launch(data, folder, ranks=ranks, **long), folder)
     assert metrics(folder) == metrics(whole)
-    ours, wanted_weights = final_weights(folder), final_weights(whole)
+    ours, wanted_weights = final_weights(folder, steps), final_weights(whole, steps)
     assert ours.keys() == wanted_weights.keys()
     assert all(torch.equal(ours[name], wanted_weights[name]) for name in ours)
 
 
-def final_weights(folder: Path) -> dict[str, torch.Tensor]:
+def final_weights(folder: Path, steps: int) -> dict[str, torch.Tensor]:
     last = checkpoints(folder)[-1]
-    assert json.loads((last / "state.json").read_text())["step"] == LONG
+    assert json.loads((last / "state.json").read_text())["step"] == steps
     files = sorted((last / "weights").glob("*.safetensors"))
     return {f"{file.name} {name}": tensor for file in files for name, tensor in load_file(file).items()}
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "Ctrl-C"])
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(signal.SIGTERM, id="SIGTERM"), pytest.param(signal.SIGINT, id="Ctrl-C", marks=pytest.mark.slow)],
+)
 def test_a_signal_ends_the_command_cleanly(number: int, data: Path, tmp_path: Path):
     folder = tmp_path / "run"
     process = launch(data, folder, **LONG_RUN)
@@ -94,7 +100,8 @@ def test_a_signal_ends_the_command_cleanly(number: int, data: Path, tmp_path: Pa
     assert "Traceback" not in said(folder)
 
 
-@pytest.mark.skipif(not dist.is_gloo_available(), reason="this PyTorch was built without gloo")
+@pytest.mark.slow
+@needs_gloo
 def test_torchrun_passes_the_signal_on(data: Path, tmp_path: Path):
     """Its own exit code says that it was stopped; the workers have saved."""
     folder = tmp_path / "run"
@@ -108,7 +115,8 @@ def test_torchrun_passes_the_signal_on(data: Path, tmp_path: Path):
     assert not saving(folder)
 
 
-@pytest.mark.skipif(not dist.is_gloo_available(), reason="this PyTorch was built without gloo")
+@pytest.mark.slow
+@needs_gloo
 def test_a_folder_in_use_is_refused_by_all_ranks_at_once(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Also by the one that is last to leave, which torchrun terminates as soon as the other has ended."""
     monkeypatch.setenv("FAULT", "0 late_to_leave")
@@ -116,14 +124,15 @@ def test_a_folder_in_use_is_refused_by_all_ranks_at_once(data: Path, tmp_path: P
     with run_folder.lock_run(folder):
         process = launch(data, folder, ranks=2, program="tests.parallel.fault_worker")
         assert process.wait(DEADLINE) == 1
-    refusal = f"another process trains in {folder}: wait for it, or use a new folder"
+    refusal = f"another process is training in {folder}: wait for it, or use a new folder"
     assert f"dualres: {refusal}\n" in said(folder)
     assert f"dualres, rank 1: {refusal}\n" in said(folder)
     assert "Connection closed by peer" not in said(folder)
     assert not (folder / run_folder.CONFIG).exists()
 
 
-@pytest.mark.skipif(not dist.is_gloo_available(), reason="this PyTorch was built without gloo")
+@pytest.mark.slow
+@needs_gloo
 def test_from_two_ranks_to_one_and_back(data: Path, whole: Path, tmp_path: Path):
     """A run that begins on two, is stopped, goes on alone, is stopped again, and ends on two."""
     folder = tmp_path / "moved"
@@ -146,6 +155,7 @@ def limit_files() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
 
 
+@pytest.mark.slow
 def test_a_full_disk_for_tensorboard(data: Path, whole: Path, tmp_path: Path):
     """It is a view of the metrics, which go on."""
     folder = tmp_path / "run"
@@ -156,10 +166,11 @@ def test_a_full_disk_for_tensorboard(data: Path, whole: Path, tmp_path: Path):
 
     process = launch(data, folder, limit=limit_files, train__checkpoint_every=100, train__validate_every=100)
     assert process.wait(DEADLINE) == 1  # the checkpoint at the end does not fit either
-    assert f"{folder / 'tensorboard'} cannot be written ([Errno 27] File too large): going on" in said(folder)
+    assert f"{folder / 'tensorboard'} cannot be written ([Errno 27] File too large): continuing" in said(folder)
     assert len([row for row in rows(folder) if "loss" in row]) == STEPS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", RANKS)
 def test_a_full_disk_during_a_save(ranks: int, data: Path, whole: Path, tmp_path: Path):
     folder = tmp_path / "run"

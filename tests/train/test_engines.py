@@ -96,8 +96,13 @@ def test_bf16_trains(residual: str, feedforward: str, data: Path, tmp_path: Path
     assert found["bf16"] == pytest.approx(found["fp32"], rel=0.01)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["default", "max-autotune"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param("default", marks=pytest.mark.slow),
+        pytest.param("max-autotune", marks=pytest.mark.exhaustive),  # test_build.py: the mode reaches the compiler
+    ],
+)
 def test_compiled_blocks_train_alike(data: Path, tmp_path: Path, how: str):
     torch._dynamo.reset()
     for compile in ("off", how):

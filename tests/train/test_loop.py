@@ -154,7 +154,7 @@ def test_a_second_run_in_the_folder_is_refused(data: Path, tmp_path: Path):
         thread.join()
 
     assert train_tiny(tiny_config(), data, folder, Told(5, start)).finished
-    assert refusals == [f"another process trains in {folder}: wait for it, or use a new folder"]
+    assert refusals == [f"another process is training in {folder}: wait for it, or use a new folder"]
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -174,7 +174,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(data: Path, tmp_path: Path, mon
         train_tiny(config, data, folder)
     message = str(stopped.value)
     step = len(losses(folder)) + 1
-    assert f"at step {step} (sequences {4 * (step - 1)} to {4 * step - 1} of seed 42)" in message
+    assert f"at step {step} (sequences {4 * (step - 1)} to {4 * step - 1} with seed 42)" in message
     assert f"last good checkpoint is {checkpoints(folder)[-1]}" in message
     assert checkpoints(folder)[-1].name == f"step-{step - 1:09d}"
     assert all(math.isfinite(loss) for loss in losses(folder))
@@ -185,7 +185,7 @@ def test_a_validation_loss_that_is_not_finite_stops_the_run(data: Path, tmp_path
     config = tiny_config(
         train__learning_rate=3e38, train__min_learning_rate=0, train__warmup_steps=0, train__tokens=4 * 32
     )
-    with pytest.raises(TrainError, match=r"validation loss is (nan|inf) at step 1 \(sequences 0 to 3 of seed 42\)"):
+    with pytest.raises(TrainError, match=r"validation loss is (nan|inf) at step 1 \(sequences 0 to 3 with seed 42\)"):
         train_tiny(config, data, tmp_path / "run")
     assert not (tmp_path / "run" / run_folder.SUMMARY).exists()
     assert checkpoints(tmp_path / "run") == []
@@ -263,7 +263,7 @@ def test_all_checkpoints_damaged(data: Path, whole: Path, tmp_path: Path):
 
 
 def test_a_batch_that_does_not_cut(data: Path):
-    with pytest.raises(TrainError, match=r"global_batch=4 does not cut into micro-batches of train.micro_batch=2 on 3"):
+    with pytest.raises(TrainError, match=r"global_batch=4 must be at least train.micro_batch=2 × 3"):
         check_batch(tiny_config(), 3)
 
 
@@ -283,7 +283,7 @@ def test_bad_data_is_refused_at_the_start(data: Path, tmp_path: Path):
     content = bytearray(file.read_bytes())
     content[10:12] = (300).to_bytes(2, "little")
     file.write_bytes(content)
-    with pytest.raises(DataError, match=f"{file} has token 300 at position 5, and the vocabulary has 257"):
+    with pytest.raises(DataError, match=f"{file} has token 300 at position 5, outside model.vocab_size=257"):
         train_tiny(tiny_config(), high, tmp_path / "run")
 
     other = copy_of(data, tmp_path / "other")
@@ -291,7 +291,7 @@ def test_bad_data_is_refused_at_the_start(data: Path, tmp_path: Path):
     with pytest.raises(DataError, match=f"{other / TOKENIZER} is not the tokenizer"):
         train_tiny(tiny_config(), other, tmp_path / "run")
 
-    with pytest.raises(TrainError, match=f"{data / INDEX}: the tokenizer has 257 entries and the model 256"):
+    with pytest.raises(TrainError, match=f"{data / INDEX}: .* 257 tokens, more than model.vocab_size=256"):
         train_tiny(tiny_config(model__vocab_size=256), data, tmp_path / "run")
     assert not (tmp_path / "run" / run_folder.CHECKPOINTS).exists()
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from dualres.train.metrics import METRICS, Log, cut, read_rows
+from dualres.train.metrics import METRICS, Log, read_rows, truncate
 from dualres.util.errors import TrainError
 from dualres.util.optional_dependencies import MissingExtraError
 from tests.train.tiny import rows
@@ -25,16 +25,16 @@ LINES = [json.dumps({"step": step, "loss": 1 / step}) + "\n" for step in (1, 2, 
         pytest.param("", 0, "", id="empty"),
     ],
 )
-def test_cut(content: str, step: int, kept: str, tmp_path: Path):
+def test_truncate(content: str, step: int, kept: str, tmp_path: Path):
     path = tmp_path / METRICS
     path.write_text(content)
-    cut(path, step)
+    truncate(path, step)
     assert path.read_text() == kept
     assert [path.name for path in tmp_path.iterdir()] == [METRICS]
 
 
 def test_no_rows_yet(tmp_path: Path):
-    cut(tmp_path / METRICS, 3)
+    truncate(tmp_path / METRICS, 3)
     assert not list(tmp_path.iterdir())
 
 
@@ -52,7 +52,7 @@ def test_rows_that_cannot_be_written(tmp_path: Path):
     log.metric(1, loss=2.0)
     log.metrics.close()
     log.metrics = Path("/dev/full").open("w")  # noqa: SIM115  every write to it says that the disk is full
-    with pytest.raises(TrainError, match=rf"{tmp_path / METRICS} cannot be written .*No space left.*resumes"):
+    with pytest.raises(TrainError, match=rf"{tmp_path / METRICS} cannot be written .*No space left.*resume"):
         log.metric(2, loss=1.0)
     log.close()  # what is left in the file's buffer must not hide the message above
     assert [row["step"] for row in read_rows(tmp_path / METRICS)] == [1]

@@ -22,9 +22,10 @@ from dualres.train.failure_detection import (
     catch_sigterm,
     record_failure,
     report_failed_ranks,
+    respond_to_failures,
     unresponsive_ranks,
 )
-from dualres.train.process_group import STARTUP_TIMEOUT, World, _sendable, agree_on_job_id, set_timeout
+from dualres.train.process_group import STARTUP_TIMEOUT, World, _picklable, agree_on_job_id, set_timeout
 from dualres.util.errors import TrainError
 
 SIZE, SOON = 4, timedelta(seconds=60)
@@ -74,15 +75,16 @@ def test_a_start_after_one_that_never_was_complete():
 
 def test_ranks_that_do_not_come_are_named():
     store, limit = HashStore(), timedelta(seconds=3)
-    with pytest.raises(TrainError, match=r"^rank 0 of 4 did not come within 0\.05 minutes"):
+    with pytest.raises(TrainError, match=r"^rank 0 of 4 did not join within 0\.05 minutes"):
         agree_on_job_id(store, 1, SIZE, limit)
     with ThreadPoolExecutor() as pool:
         pool.submit(agree_on_job_id, store, 2, SIZE, SOON)
         store.wait(["rank 2 asks"], SOON)
-        with pytest.raises(TrainError, match=r"^ranks 1, 3 of 4 did not come within 0\.05 minutes"):
+        with pytest.raises(TrainError, match=r"^ranks 1, 3 of 4 did not join within 0\.05 minutes"):
             agree_on_job_id(store, 0, SIZE, limit)
 
 
+@pytest.mark.slow
 def test_one_verdict_at_one_time(monkeypatch: pytest.MonkeyPatch):
     """Rank 0 notices first; rank 1 when half of the time is over, 2 after it; 3 is lost."""
     monkeypatch.setattr(failure_detection, "LOOK", 0.1)
@@ -99,7 +101,7 @@ def test_one_verdict_at_one_time(monkeypatch: pytest.MonkeyPatch):
         return found
 
     with ThreadPoolExecutor(SIZE) as pool:
-        answering = pool.submit(failure_detection._answer, store, rank_of(2), ended, quiet, threading.Event())
+        answering = pool.submit(respond_to_failures, store, rank_of(2), ended, quiet, threading.Event())
         noticed = [pool.submit(notice, rank, delay) for rank, delay in enumerate((0.0, 6.0, 12.2))]
         try:
             verdicts = [one.result() for one in noticed]
@@ -128,7 +130,7 @@ def test_thousands_of_ranks_ask_the_store_little(monkeypatch: pytest.MonkeyPatch
     store, gone = HashStore(), 4321
     for member in many:
         if member.rank != gone:
-            failure_detection._here(store, member)
+            failure_detection._respond(store, member)
     asked = [Asked(store) for _ in range(3)]
     with ThreadPoolExecutor() as pool:
         verdicts = list(pool.map(lambda one, member: unresponsive_ranks(one, member), asked, many))
@@ -145,9 +147,9 @@ def test_a_rank_that_waits_for_ever_speaks_and_ends(
     store = HashStore()
     store.set(failure_detection.FAILED, "rank 1 of 4 has failed (connection closed)")
     store.set(failure_detection.UNRESPONSIVE, "[3]")
-    failure_detection._answer(store, rank_of(2), threading.Event(), quiet, threading.Event())
+    respond_to_failures(store, rank_of(2), threading.Event(), quiet, threading.Event())
     assert codes == [1]
-    assert capsys.readouterr().err.startswith("dualres, rank 2: rank 3 of 4 no longer answers: rank 2 stops too (")
+    assert capsys.readouterr().err.startswith("dualres, rank 2: rank 3 of 4 no longer responds: rank 2 stops too (")
 
 
 def test_where_all_are_there_the_failed_one_may_finish_its_save(
@@ -160,10 +162,10 @@ def test_where_all_are_there_the_failed_one_may_finish_its_save(
     store, ended = HashStore(), threading.Event()
     store.set(failure_detection.FAILED, "rank 1 of 4 has failed (out of memory)")
     for rank in range(SIZE):
-        failure_detection._here(store, rank_of(rank))
+        failure_detection._respond(store, rank_of(rank))
     with ThreadPoolExecutor(2) as pool:
         waiting, leaving = (
-            pool.submit(failure_detection._answer, store, rank_of(2), event, quiet, threading.Event())
+            pool.submit(respond_to_failures, store, rank_of(2), event, quiet, threading.Event())
             for event in (NEVER, ended)
         )
         time.sleep(1)
@@ -182,7 +184,7 @@ def test_where_all_are_there_the_failed_one_may_finish_its_save(
     [
         pytest.param([0, 1, 3], False, "", id="all answer: someone wants to stop"),
         pytest.param([0, 1], True, "", id="one writes a large file, and does not come to answer"),
-        pytest.param([0, 1], False, "dualres, rank 2: rank 3 of 4 no longer answers: rank 2 stops too (", id="lost"),
+        pytest.param([0, 1], False, "dualres, rank 2: rank 3 of 4 no longer responds: rank 2 stops too (", id="lost"),
     ],
 )
 def test_a_terminated_rank_calls_the_roll(
@@ -196,10 +198,10 @@ def test_a_terminated_rank_calls_the_roll(
     if saving:
         busy.set()
     with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(failure_detection._answer, store, rank_of(2), ended, lambda: True, busy)
+        answer = pool.submit(respond_to_failures, store, rank_of(2), ended, lambda: True, busy)
         store.wait([failure_detection.CALLED], SOON)
         for rank in others:
-            failure_detection._here(PrefixStore("roll", store), rank_of(rank))
+            failure_detection._respond(PrefixStore("roll", store), rank_of(rank))
         if words:
             answer.result(60)
         else:
@@ -217,9 +219,9 @@ def test_an_answer_to_the_roll_is_none_to_a_failure(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(failure_detection, "ANSWER", 2.0)
     store, ended = HashStore(), threading.Event()
     for rank in (0, 1, 3):
-        failure_detection._here(PrefixStore("roll", store), rank_of(rank))
+        failure_detection._respond(PrefixStore("roll", store), rank_of(rank))
     with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(failure_detection._answer, store, rank_of(2), ended, lambda: True, threading.Event())
+        answer = pool.submit(respond_to_failures, store, rank_of(2), ended, lambda: True, threading.Event())
         store.wait([failure_detection.CALLED], SOON)
         for rank in (0, 1):
             record_failure(store, rank_of(rank), RuntimeError("connection closed"))
@@ -228,6 +230,7 @@ def test_an_answer_to_the_roll_is_none_to_a_failure(monkeypatch: pytest.MonkeyPa
         answer.result(60)
 
 
+@pytest.mark.slow
 def test_a_store_that_once_did_not_reply_is_asked_again(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(failure_detection, "LOOK", 0.1)
     ended, silence = threading.Event(), iter([True, True])
@@ -240,9 +243,9 @@ def test_a_store_that_once_did_not_reply_is_asked_again(monkeypatch: pytest.Monk
 
     store = Silent()
     with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(failure_detection._answer, store, rank_of(2), ended, quiet, threading.Event())
+        answer = pool.submit(respond_to_failures, store, rank_of(2), ended, quiet, threading.Event())
         record_failure(store, rank_of(1), ValueError("a bad value"))
-        store.wait([failure_detection._is_here(2)], SOON)
+        store.wait([failure_detection._response_key(2)], SOON)
         ended.set()
         answer.result(60)
 
@@ -278,10 +281,10 @@ def test_saving_may_wait_for_a_slow_disk():
 
 def test_an_error_that_cannot_be_sent_keeps_its_words(tmp_path: Path):
     with (tmp_path / "open").open("w") as file:
-        sent = _sendable(ValueError("the reason", file))
+        sent = _picklable(ValueError("the reason", file))
     assert isinstance(sent, RuntimeError)
     assert "the reason" in str(sent)
-    same = _sendable(TrainError("the loss is nan"))
+    same = _picklable(TrainError("the loss is nan"))
     assert isinstance(same, TrainError)
     assert str(same) == "the loss is nan"
 
@@ -318,7 +321,7 @@ def test_an_error_of_one_stays_and_the_others_give_it(
 ):
     store, error = HashStore(), make()
     for rank in (0, 1, 3):  # they answer
-        failure_detection._here(store, rank_of(rank))
+        failure_detection._respond(store, rank_of(rank))
     assert failing(2, error, store, monkeypatch) is error
     other = failing(1, RuntimeError("connection closed"), store, monkeypatch)
     assert isinstance(other, TrainError)
@@ -359,14 +362,14 @@ def test_ranks_that_fail_leave_together(
 
 @pytest.mark.parametrize(
     ("here", "words"),
-    [([0, 2], "rank 3 of 4 no longer answers: "), ([2], "ranks 0, 3 of 4 no longer answer: ")],
+    [([0, 2], "rank 3 of 4 no longer responds: "), ([2], "ranks 0, 3 of 4 no longer respond: ")],
     ids=["one", "two"],
 )
 def test_unresponsive_ranks_are_named(here: list[int], words: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(failure_detection, "ANSWER", 0.2)
     store = HashStore()
     for rank in here:
-        failure_detection._here(store, rank_of(rank))
+        failure_detection._respond(store, rank_of(rank))
     error = failing(1, RuntimeError("connection closed"), store, monkeypatch)
     assert isinstance(error, TrainError)
     assert str(error).startswith(f"{words}rank 1 stops too (connection closed). ")

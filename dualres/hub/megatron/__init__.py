@@ -1,4 +1,9 @@
-"""Residual pathways in Megatron-Core: a spec for its `GPTModel`, and weights to and from our decoder."""
+"""Residual pathways in Megatron-Core.
+
+`layer_spec` puts the layers of a `GPTModel` on a residual pathway (`ResidualLayer`); `transformer_options` and
+`gpt_options` turn a model config into Megatron's; `decay_overrides` keeps weight decay off gates and queries.
+`import_weights` and `export_weights` move weights to and from a `Decoder`, `with_vocabulary` pads the vocabulary.
+"""
 
 from dualres.util.optional_dependencies import need
 

@@ -1,4 +1,4 @@
-"""Our model config in Megatron's words."""
+"""Megatron's options for a model config."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from dualres.hub.megatron.layer import UNDECAYED
 
 
 def transformer_options(model: ModelConfig) -> dict[str, Any]:
-    """What `TransformerConfig` is given for layers that compute what ours do; add how they are to be parallel."""
+    """Arguments of `TransformerConfig` for layers that compute the same; add parallelism as you like."""
     for name, wrong in (
         ("attention_bias", model.attention_bias == "all"),
         ("embedding_width", model.embedding_width not in (None, model.width)),
@@ -20,8 +20,8 @@ def transformer_options(model: ModelConfig) -> dict[str, Any]:
     ):
         if wrong:
             raise ConfigError(
-                f"model.{name}={getattr(model, name)} has no counterpart in Megatron's GPTModel here: "
-                "train the model with `dualres train`"
+                f"model.{name}={getattr(model, name)} is not supported in Megatron's GPTModel: train the model with "
+                "`dualres train`"
             )
     options: dict[str, Any] = {
         "num_layers": model.layers,
@@ -41,7 +41,7 @@ def transformer_options(model: ModelConfig) -> dict[str, Any]:
         "hidden_dropout": 0.0,
         "init_method_std": model.init_std,
         "output_layer_init_method": init_method_normal(model.init_std),
-        "hetereogenous_dist_checkpoint": True,  # sic; the layers that open a block have more parameters than the others
+        "hetereogenous_dist_checkpoint": True,  # sic; layers that open a block have more parameters
     }
     if model.moe is not None:
         options |= {
@@ -58,7 +58,7 @@ def transformer_options(model: ModelConfig) -> dict[str, Any]:
 
 
 def gpt_options(model: ModelConfig) -> dict[str, Any]:
-    """What `GPTModel` is given besides the config and the spec."""
+    """Arguments of `GPTModel` besides config and spec."""
     return {
         "vocab_size": model.vocab_size,
         "max_sequence_length": model.context,
@@ -69,5 +69,5 @@ def gpt_options(model: ModelConfig) -> dict[str, Any]:
 
 
 def decay_overrides() -> dict[Any, dict[str, float]]:
-    """What `get_megatron_optimizer` is given in `config_overrides`, beside the standard ones: gates do not decay."""
+    """`config_overrides` of `get_megatron_optimizer`, besides the standard ones: no weight decay on gates."""
     return {ParamKey(attr=UNDECAYED): {"wd_mult": 0.0}}

@@ -1,4 +1,4 @@
-"""A Megatron layer on a residual pathway: Megatron's branches, our reads and writes around them."""
+"""A Megatron layer on a residual pathway: Megatron's branches between our reads and writes."""
 # T tokens  B batch  D width  J streams; Megatron lays hidden states out as (T,B,D), and pathways act on each token
 
 import copy
@@ -15,11 +15,11 @@ from dualres.model.decoder import reset_part
 from dualres.residual.pathway import History, Pathway, embed
 from dualres.train.recipe import optimizer_groups
 
-UNDECAYED = "residual_without_decay"  # the mark of parameters that are no matrices, whatever their shape
+UNDECAYED = "residual_without_decay"  # attribute of parameters without weight decay, whatever their shape
 
 
 class Step(NamedTuple):
-    """Where a branch stands: branch `branch` of block `block`, the last of it or not."""
+    """The position of a branch: `branch` of `block`, and whether it is the block's last."""
 
     block: int
     branch: int
@@ -27,7 +27,7 @@ class Step(NamedTuple):
 
 
 class Carried(NamedTuple):
-    """What a layer hands to the next: the block states so far, and the open block with its state."""
+    """What a layer passes to the next: the block states so far, and the open block with its state."""
 
     history: History
     pathway: Any  # None before the first block
@@ -37,10 +37,10 @@ class Carried(NamedTuple):
 class ResidualLayer(TransformerLayer):  # type: ignore[misc]
     """A `TransformerLayer` whose two branches read and write residual streams instead of adding to one.
 
-    A block's parameters live in the layer that opens it, those of the readout in the last layer. What layers hand on
-    travels as `context`, which Megatron has for cross-attention and takes from layer to layer as it is: so the history
-    is never copied. The hidden states that a layer returns are those of its last branch, and nobody reads them; the
-    last layer returns the readout, which goes on to the final norm.
+    A block's parameters are in the layer that opens it, the readout's in the last layer. The residual state travels as
+    `context`, which Megatron has for cross-attention and passes from layer to layer unchanged: so the history is never
+    copied. The hidden states that a layer returns are its last branch's output, which nothing reads; the last layer
+    returns the readout, which goes to the final norm.
     """
 
     def __init__(
@@ -61,11 +61,11 @@ class ResidualLayer(TransformerLayer):  # type: ignore[misc]
         self.readout = None if readout is None else _started(readout, "readout", seed, config)
 
     def forward(self, hidden_states: Tensor, context: Carried | None = None, **options: Any) -> tuple[Tensor, Any]:
-        """(T,B,D) -> (T,B,D), and what the next layer is handed; `options` go to Megatron's branches as they are."""
+        """(T,B,D) -> (T,B,D) and the next layer's `context`; `options` go to Megatron's branches unchanged."""
         if (context is None) != (self.layer_number == 1):
             raise ValueError(
-                f"layer {self.layer_number} was {'not ' if context is None else ''}handed the state of another: "
-                "a pathway runs through all layers of a GPTModel, from the first, in one pipeline stage"
+                f"layer {self.layer_number} has {'no' if context is None else 'a'} context: a residual pathway needs "
+                "all layers of the GPTModel, in order, in one pipeline stage"
             )
         options.pop("dynamic_inference_decode_only", None)  # for Megatron's CUDA graphs, as in its own layer
         history, pathway, state = context or Carried(embed(hidden_states, self.streams), None, None)
@@ -84,17 +84,17 @@ class ResidualLayer(TransformerLayer):  # type: ignore[misc]
         return self.readout(*history), None
 
     def attention(self, h: Tensor, options: Mapping[str, Any]) -> Tensor:
-        """Norm and attention by Megatron's own code, which adds no residual: the spec took `bias_dropout_add` away."""
+        """Megatron's norm and attention, without a residual: the spec has replaced `bias_dropout_add`."""
         update, _ = self._forward_attention(h, **options)
         return update
 
     def feedforward(self, h: Tensor, options: Mapping[str, Any]) -> Tensor:
-        """Norm and feed-forward or experts, likewise. (T,B,D) -> (T,B,D)"""
+        """Megatron's norm and feed-forward or experts, likewise. (T,B,D) -> (T,B,D)"""
         return self._forward_mlp(h, options.get("inference_context"), padding_mask=options.get("padding_mask"))
 
 
 def output_alone(training: bool, fused: bool) -> Any:
-    """In the place of Megatron's `get_bias_dropout_add`: bias and dropout, and no residual."""
+    """Replaces Megatron's `get_bias_dropout_add`: bias and dropout without a residual."""
 
     def update(output: tuple[Tensor, Tensor | None], residual: Tensor, probability: float) -> Tensor:
         mixed, bias = output
@@ -105,9 +105,9 @@ def output_alone(training: bool, fused: bool) -> Any:
 
 
 def before_forward(part: nn.Module) -> None:
-    """Call the hooks that wait for a module's `forward`: a pathway is used through other methods.
+    """Call the forward pre-hooks of a pathway, which is not used through `forward`.
 
-    Megatron's data parallelism waits in them until gathered parameters have arrived (`overlap_param_gather`).
+    Megatron's data parallelism waits in them for gathered parameters (`overlap_param_gather`).
     """
     for module in part.modules():
         for number, hook in module._forward_pre_hooks.items():
@@ -116,10 +116,10 @@ def before_forward(part: nn.Module) -> None:
 
 
 def _started(part: nn.Module, name: str, seed: int, config: TransformerConfig) -> Any:
-    """A part of its own with the weights of `Decoder(…, seed)`: the same on every rank, whatever was drawn before.
+    """A copy of a part with the initial weights of `Decoder(…, seed)`, the same on every rank.
 
-    Under sequence parallelism a rank sees a part of the tokens only: Megatron sums the gradients of parameters that
-    are marked `sequence_parallel` over the ranks. Queries and gates are marked for `decay_overrides`.
+    With sequence parallelism a rank sees only some of the tokens: Megatron sums the gradients of parameters marked
+    `sequence_parallel` over the ranks. Queries and gates are marked for `decay_overrides`.
     """
     device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
     made = copy.deepcopy(part).to_empty(device=device).to(config.params_dtype)

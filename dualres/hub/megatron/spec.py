@@ -18,15 +18,15 @@ from dualres.hub.megatron.layer import ResidualLayer, Step, output_alone
 from dualres.residual import registry
 
 NORMS = ("input_layernorm", "pre_mlp_layernorm", "q_layernorm", "k_layernorm", "kv_layernorm")
-REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {  # a field of Megatron's config: the values that work, and a remedy
-    "pipeline_model_parallel_size": ((1,), "use 1: stages hand on no history"),
-    "recompute_granularity": ((None, "selective"), "use 'selective' or None: full drops the gradient of the history"),
+REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {  # field of Megatron's config: supported values, remedy
+    "pipeline_model_parallel_size": ((1,), "use 1: stages do not pass on the history"),
+    "recompute_granularity": ((None, "selective"), "use 'selective' or None: full drops the history's gradient"),
     "cuda_graph_impl": (("none",), "use 'none'"),
     "mtp_num_layers": ((None, 0), "use None"),
     "fp32_residual_connection": ((False,), "use False: depth scores are float32 anyway"),
-    "layernorm_zero_centered_gamma": ((False,), "use False: our norms multiply by their weights, not by 1 more"),
+    "layernorm_zero_centered_gamma": ((False,), "use False: the decoder's norms multiply by their weights, not 1 more"),
     "cpu_offloading": ((False,), "use False"),
-    "fine_grained_activation_offloading": ((False,), "use False: it frees what a branch has read"),
+    "fine_grained_activation_offloading": ((False,), "use False: it frees the input of a branch"),
     "heterogeneous_block_specs": ((False,), "use False"),
     "overlap_moe_expert_parallel_comm": ((False,), "use False"),
     "inference_fuse_tp_communication": ((False,), "use False"),
@@ -39,15 +39,15 @@ def layer_spec(
     layers: ModuleSpec | TransformerBlockSubmodules | None = None,
     seed: int = 42,
 ) -> TransformerBlockSubmodules:
-    """What `GPTModel` takes as `transformer_layer_spec`: its layers on the residual pathway of your choice.
+    """A `transformer_layer_spec` for `GPTModel`: its layers on the residual pathway of your choice.
 
     `residual` is a method's name, such as "dar-block", or a `ResidualConfig` with its options. `layers` is the spec
-    that you would give a plain model, of one layer or of each; without it, TransformerEngine's, or Megatron's local
-    one where TransformerEngine is not installed. The pathway's parameters start as in `Decoder(…, seed)`.
+    that you would use otherwise, of one layer or of each; by default TransformerEngine's, or Megatron's local one if
+    TransformerEngine is not installed. The pathway's parameters are initialized as in `Decoder(…, seed)`.
     """
     refuse(config)
     method = ResidualConfig(residual) if isinstance(residual, str) else residual
-    with torch.device("meta"):  # shapes alone: each model that is built from the spec makes weights of its own
+    with torch.device("meta"):  # each model built from the spec has its own weights
         made = registry.build(config.hidden_size, 2 * config.num_layers, method, config.layernorm_epsilon)
     steps = [Step(b, i, i + 1 == p.branches) for b, p in enumerate(made.places) for i in range(p.branches)]
     plain = every_layer(config, default_layers(config) if layers is None else layers)
@@ -67,37 +67,35 @@ def layer_spec(
 
 
 def refuse(config: TransformerConfig) -> None:
-    """Settings of Megatron with which a pathway would compute something else, or nothing at all."""
+    """Refuse Megatron settings with which a pathway would fail or compute something else."""
     for name, (right, remedy) in REFUSED.items():
         value = getattr(config, name)
         if value not in right:
-            raise ConfigError(f"{name}={value!r} of Megatron's config does not work with residual pathways: {remedy}")
+            raise ConfigError(f"{name}={value!r} of Megatron's config is not supported by residual pathways: {remedy}")
 
 
 def every_layer(config: TransformerConfig, spec: ModuleSpec | TransformerBlockSubmodules) -> TransformerBlockSubmodules:
-    """A spec for each layer and for the final norm, as `TransformerBlock` makes them of one layer's."""
+    """A spec of each layer and the final norm, as `TransformerBlock` derives them from one layer's."""
     if isinstance(spec, ModuleSpec):
         norm = transformer_block.LayerNormImpl if gpt_layer_specs.HAVE_TE else RMSNorm
         spec = TransformerBlockSubmodules([spec] * config.num_layers, norm)
     found = spec.layer_specs or []
     if len(found) != config.num_layers:
-        raise ConfigError(
-            f"the spec has {len(found)} layers and num_layers={config.num_layers}: give one spec for each"
-        )
+        raise ConfigError(f"the spec has {len(found)} layers but num_layers={config.num_layers}: use one spec for each")
     foreign = [layer.module.__name__ for layer in found if layer.module is not TransformerLayer]
     if foreign:
-        raise ConfigError(f"the spec has layers of {foreign[0]}: a pathway goes around those of TransformerLayer only")
+        raise ConfigError(f"the spec has a {foreign[0]}: residual pathways support TransformerLayer only")
     if any(layer.submodules.cross_attention is not IdentityOp for layer in found):
-        raise ConfigError("the spec has cross_attention: leave it out, a layer has two branches here")
+        raise ConfigError("the spec has cross_attention, a third branch of a layer: leave it out")
     return spec
 
 
 def default_layers(config: TransformerConfig) -> TransformerBlockSubmodules:
-    """The layers as Megatron makes them for this config."""
+    """Megatron's layers for this config."""
     if config.experimental_attention_variant is not None:
         raise ConfigError(
-            f"experimental_attention_variant={config.experimental_attention_variant!r} of Megatron's config has a spec "
-            "of its own: give it as `layers`"
+            f"experimental_attention_variant={config.experimental_attention_variant!r} of Megatron's config has its "
+            "own spec: pass it as `layers`"
         )
     made = gpt_layer_specs.get_gpt_decoder_layer_specs(
         config, gpt_layer_specs.HAVE_TE, config.normalization, config.qk_l2_norm
@@ -120,7 +118,7 @@ def _with_our_norms(submodules: Any) -> Any:
 
 
 class RMSNorm(nn.RMSNorm):
-    """For sequence parallelism without TransformerEngine: Megatron's local norm refuses it."""
+    """For sequence parallelism without TransformerEngine, which Megatron's local norm refuses."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any):
         if config.normalization != "RMSNorm":

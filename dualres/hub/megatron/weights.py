@@ -1,4 +1,4 @@
-"""Weights between our decoder and a Megatron `GPTModel`: the same tensors, fused and cut over its ranks."""
+"""Weights to and from a Megatron `GPTModel`: the decoder's tensors, fused and sharded over Megatron's ranks."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -12,22 +12,22 @@ from dualres.hub.megatron.layer import ResidualLayer
 
 
 class Form(NamedTuple):
-    """How tensors of ours become one parameter of Megatron's that is cut over the ranks of a group, and back."""
+    """How tensors of the decoder become one Megatron parameter, sharded over the ranks of a group, and back."""
 
-    cut: Callable[[list[Tensor], int, int], Tensor]  # whole tensors, rank, ranks -> the parameter of that rank
-    glue: Callable[[list[Tensor]], list[Tensor]]  # the parameters of all ranks -> whole tensors
+    cut: Callable[[list[Tensor], int, int], Tensor]  # full tensors, rank, ranks -> the parameter of that rank
+    glue: Callable[[list[Tensor]], list[Tensor]]  # the parameters of all ranks -> full tensors
 
 
 class Spot(NamedTuple):
-    """What a parameter of Megatron's holds: tensors of ours, in a form."""
+    """The decoder's tensors in a Megatron parameter."""
 
     form: Form
     ours: tuple[str, ...]
-    expert: int | None = None  # its number on this rank
+    expert: int | None = None  # local index
 
 
 def rows(dim: int) -> Form:
-    """One tensor, cut along a dimension."""
+    """One tensor, sharded along a dimension."""
     return Form(lambda ours, rank, ranks: ours[0].chunk(ranks, dim)[rank], lambda parts: [torch.cat(parts, dim)])
 
 
@@ -42,11 +42,11 @@ def _glue_gated(parts: list[Tensor]) -> list[Tensor]:
 
 WHOLE = Form(lambda ours, rank, ranks: ours[0], lambda parts: parts[:1])
 ROWS, COLUMNS = rows(0), rows(1)
-GATED = Form(_cut_gated, _glue_gated)  # every rank has its rows of the gate, then those of the up
+GATED = Form(_cut_gated, _glue_gated)  # each rank has its rows of gate, then those of up
 
 
 def grouped(groups: int, heads: int) -> Form:
-    """Query, key and value, by group of heads that share a key: the group's queries, its key, its value."""
+    """Query, key and value, interleaved by query group: the group's queries, its key, its value."""
     shared = heads // groups
 
     def cut(ours: list[Tensor], rank: int, ranks: int) -> Tensor:
@@ -62,14 +62,14 @@ def grouped(groups: int, heads: int) -> Form:
 
 Table = dict[str, tuple[Any, ...]]
 NORM = (WHOLE, "norm.weight")
-FEEDFORWARD: Table = {  # theirs in a layer: the form, and ours in a branch
+FEEDFORWARD: Table = {  # Megatron's name in a layer: the form, and the decoder's names in a branch
     "pre_mlp_layernorm.weight": NORM,
-    "mlp.linear_fc1.layer_norm_weight": NORM,  # TransformerEngine has it in the linear map that follows
+    "mlp.linear_fc1.layer_norm_weight": NORM,  # TransformerEngine fuses it with the next linear layer
     "mlp.linear_fc1.weight": (GATED, "module.gate.weight", "module.up.weight"),
     "mlp.linear_fc2.weight": (COLUMNS, "module.down.weight"),
     "mlp.router.weight": (WHOLE, "module.router.weight"),
 }
-EXPERTS: Table = {  # one by one, in Megatron's own module and in TransformerEngine's
+EXPERTS: Table = {  # one by one, in Megatron's module and in TransformerEngine's
     "mlp.experts.local_experts.{}.linear_fc1.weight": (GATED, "module.gate", "module.up"),
     "mlp.experts.local_experts.{}.linear_fc2.weight": (COLUMNS, "module.down"),
     "mlp.experts.linear_fc1.weight{}": (GATED, "module.gate", "module.up"),
@@ -84,7 +84,6 @@ OUTSIDE = {
 
 
 def attention(config: Any) -> Table:
-    """As FEEDFORWARD."""
     qkv = grouped(config.num_query_groups, config.num_attention_heads)
     return {
         "input_layernorm.weight": NORM,
@@ -99,21 +98,21 @@ def attention(config: Any) -> Table:
 
 @torch.no_grad()
 def import_weights(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Fill a `GPTModel`, wrapped or not, with the state of our decoder; each rank takes its part.
+    """Load a decoder's state dict into a `GPTModel`, wrapped or not; each rank takes its part.
 
-    An optimizer that keeps copies of its own has to be told: `optimizer.reload_model_params()`.
+    If the optimizer keeps its own copies of the weights, call `optimizer.reload_model_params()` afterwards.
     """
     (gpt,) = unwrap_model([model])
     found, groups, given = spots(gpt), gpt.pg_collection, _one_by_one(state)
     wanted = {name for spot in found.values() for rank in range(groups.ep.size()) for name in _names(spot, rank, gpt)}
     if wanted != given.keys():
         odd = sorted(wanted ^ given.keys())
-        where = "the weights given" if odd[0] in wanted else "the Megatron model"
-        raise ValueError(f"{odd[0]} is missing in {where}, with {len(odd) - 1} more: build both from the same configs")
+        where = "the state dict" if odd[0] in wanted else "the Megatron model"
+        raise ValueError(f"{odd[0]} is missing in {where}, and {len(odd) - 1} more: build both from the same configs")
     size = len(given[VOCABULARY[0]])
     if size != gpt.vocab_size:
         raise ValueError(
-            f"vocab_size is {gpt.vocab_size} in the Megatron model and {size} in the weights given: if Megatron's is "
+            f"vocab_size is {gpt.vocab_size} in the Megatron model and {size} in the state dict: if Megatron's is "
             f"padded, import `with_vocabulary(state, {gpt.vocab_size})`"
         )
     for name, parameter in gpt.named_parameters():
@@ -121,16 +120,16 @@ def import_weights(model: nn.Module, state: Mapping[str, Tensor]) -> None:
         over = groups.tp if spot.expert is None else groups.expt_tp
         part = spot.form.cut([given[n] for n in _names(spot, groups.ep.rank(), gpt)], over.rank(), over.size())
         if part.shape != parameter.shape:
-            shapes = f"{tuple(parameter.shape)} in the Megatron model and {tuple(part.shape)} in the weights given"
-            raise ValueError(f"{name} is {shapes}: build both from the same configs, and cut heads and widths evenly")
+            shapes = f"{tuple(parameter.shape)} in the Megatron model and {tuple(part.shape)} in the state dict"
+            raise ValueError(f"{name} is {shapes}: build both from the same configs, with heads and widths that divide")
         parameter.copy_(part)
 
 
 @torch.no_grad()
 def export_weights(model: nn.Module, of: Callable[[nn.Parameter], Tensor] = Tensor.detach) -> dict[str, Tensor]:
-    """The state of our decoder, whole and on the CPU of every rank; all ranks must call it.
+    """The decoder's full state dict on the CPU of every rank; all ranks must call it.
 
-    `of` says what to take of a parameter, such as its gradient.
+    `of` selects what to export of a parameter, such as its gradient.
     """
     (gpt,) = unwrap_model([model])
     found, groups, state = spots(gpt), gpt.pg_collection, {}
@@ -144,10 +143,10 @@ def export_weights(model: nn.Module, of: Callable[[nn.Parameter], Tensor] = Tens
 
 
 def with_vocabulary(state: Mapping[str, Tensor], vocab_size: int) -> dict[str, Tensor]:
-    """The state of our decoder with another number of tokens: those that are added have zeros, the last are dropped.
+    """The decoder's state dict with another vocabulary size: added tokens are zero, the last ones are dropped.
 
-    Megatron pads its vocabulary to a multiple of 128 times the ranks that share tensors. A token of zeros has the
-    logit 0, so it counts in Megatron's loss until training has made it improbable.
+    Megatron pads its vocabulary to a multiple of 128 times the tensor-parallel ranks. A zero row has the logit 0, so it
+    counts in Megatron's loss until training has made it improbable.
     """
     found = dict(state)
     for name in VOCABULARY:
@@ -158,17 +157,17 @@ def with_vocabulary(state: Mapping[str, Tensor], vocab_size: int) -> dict[str, T
 
 
 def spots(model: Any) -> dict[str, Spot]:
-    """What every parameter of a `GPTModel` holds."""
+    """The decoder's tensors in every parameter of a `GPTModel`."""
     for name in ("pre_process", "post_process"):
         if not getattr(model, name):
-            raise ValueError(f"{name}=False of the Megatron model leaves out what our decoder has: build it with True")
+            raise ValueError(f"{name}=False leaves out a part of the Megatron model: build it with True")
     known = dict(OUTSIDE)
     for number, layer in enumerate(model.decoder.layers):
         known |= {f"decoder.layers.{number}.{theirs}": spot for theirs, spot in _of_layer(layer)}
     names = [name for name, _ in model.named_parameters()]
     foreign = [name for name in names if name not in known]
     if foreign:
-        raise ValueError(f"{foreign[0]} of the Megatron model has no counterpart in our decoder: leave that part out")
+        raise ValueError(f"{foreign[0]} of the Megatron model has no counterpart in the decoder: leave that part out")
     return {name: known[name] for name in names}
 
 
@@ -188,7 +187,7 @@ def _of_layer(layer: ResidualLayer) -> Iterator[tuple[str, Spot]]:
 
 
 def _names(spot: Spot, rank: int, model: Any) -> list[str]:
-    """Of our tensors; those of an expert end with its number in the network, which `rank` of the expert ranks has."""
+    """The decoder's names; an expert's end with its global index, given its `rank` among the expert ranks."""
     if spot.expert is None:
         return list(spot.ours)
     number = rank * (model.config.num_moe_experts // model.pg_collection.ep.size()) + spot.expert
@@ -196,7 +195,7 @@ def _names(spot: Spot, rank: int, model: Any) -> list[str]:
 
 
 def _one_by_one(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Our state with the tensors of every expert by itself."""
+    """The state dict with separate tensors for every expert."""
     found: dict[str, Tensor] = {}
     for name, tensor in state.items():
         branch, _, last = name.rpartition(".")
@@ -211,7 +210,7 @@ def _one_by_one(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _stacked(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The inverse."""
+    """The inverse of `_one_by_one`."""
     found = {name: tensor for name, tensor in state.items() if not name.rpartition(".")[2].isdigit()}
     for branch in {name.rpartition(".down.")[0] for name in state if ".down." in name and name not in found}:
         count = sum(name.startswith(f"{branch}.down.") for name in state)
@@ -222,7 +221,6 @@ def _stacked(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _gathered(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    """Those of all ranks of a group."""
     parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(group.size())]
     dist.all_gather(parts, tensor.contiguous(), group=group)
     return parts

@@ -9,6 +9,7 @@ import torch
 from numba import njit
 from torch import Tensor
 
+from dualres.ops.arguments import HyperReadArguments
 from dualres.ops.cpu.read import ABSENT, live_streams, norm_backward, sigmoid
 from dualres.ops.cpu.rows import (
     add,
@@ -23,19 +24,21 @@ from dualres.ops.cpu.rows import (
 )
 from dualres.ops.cpu.streams import LIKE, OPTIONS, array, begins, load, row_of, store, tokenwise
 from dualres.ops.cpu.threads import parts, share
-from dualres.ops.inputs import HyperInputs
 
 
-def hyper_read(given: HyperInputs) -> tuple[Tensor, Tensor]:
+def hyper_read(given: HyperReadArguments) -> tuple[Tensor, Tensor]:
     """See `dualres.ops.autograd.hyper_read`."""
     updates, coefficients = given.updates, given.coefficients
-    h, left = torch.empty_like(updates[0]), coefficients.new_empty(len(updates) + 1, *coefficients.shape[1:])
-    inputs, after = _arrays(given), tokenwise(left, 2)
+    h, next_coefficients = (
+        torch.empty_like(updates[0]),
+        coefficients.new_empty(len(updates) + 1, *coefficients.shape[1:]),
+    )
+    inputs, after = _arrays(given), tokenwise(next_coefficients, 2)
     share(lambda part, first, last: _forward(first, last, inputs, h.data_ptr(), after), coefficients[0, 0].numel())
-    return h, left
+    return h, next_coefficients
 
 
-def _arrays(given: HyperInputs) -> tuple[Any, ...]:
+def _arrays(given: HyperReadArguments) -> tuple[Any, ...]:
     """The inputs as compiled code takes them; the weights of a gate value are one row over all streams."""
     return (
         begins(given.updates),
@@ -121,7 +124,7 @@ def _gates(streams: Any, scale: Any, gates: Any, projected: Any, opened: Any, wr
 
 
 @njit(**OPTIONS)
-def _forward(first: int, last: int, inputs: Any, output: int, left: Any) -> None:
+def _forward(first: int, last: int, inputs: Any, output: int, next_coefficients: Any) -> None:
     updates, coefficients, gates, norm, width, steps, eps, norm_eps, like = inputs
     size, count = len(gates[0]), len(updates)
     live, row = np.empty((size, width), np.float32), np.empty(width, np.float32)
@@ -139,8 +142,8 @@ def _forward(first: int, last: int, inputs: Any, output: int, left: Any) -> None
                 total = 0.0
                 for j in range(size):
                     total += trace[-1, i, j] * coefficients[k, j, t]
-                left[k, i, t] = total
-            left[count, i, t] = written[i]
+                next_coefficients[k, i, t] = total
+            next_coefficients[count, i, t] = written[i]
         row[:] = 0
         add_rows(row, opened, live)
         if len(norm) > 0:
@@ -148,14 +151,14 @@ def _forward(first: int, last: int, inputs: Any, output: int, left: Any) -> None
         store(row_of(output, t, width, like), row)
 
 
-def hyper_read_backward(d_h: Tensor, d_left: Tensor, given: HyperInputs) -> list[Tensor]:
+def hyper_read_backward(d_h: Tensor, d_next: Tensor, given: HyperReadArguments) -> list[Tensor]:
     """See `dualres.ops.autograd.hyper_read_backward`."""
     tokens, inputs = given.coefficients[0, 0].numel(), _arrays(given)
     d_updates = [torch.empty_like(update) for update in given.updates]
     d_coefficients = torch.empty_like(given.coefficients)
     parameters = [*given.gates, *([] if given.norm is None else [given.norm])]
     partial = [parameter.new_zeros(parts(tokens), *parameter.shape) for parameter in parameters]
-    rows = d_h.data_ptr(), tokenwise(d_left, 2), begins(d_updates), tokenwise(d_coefficients, 2)
+    rows = d_h.data_ptr(), tokenwise(d_next, 2), begins(d_updates), tokenwise(d_coefficients, 2)
 
     def work(part: int, first: int, last: int) -> None:
         own = [array(d[part].flatten(1)) if d.ndim == 4 else array(d[part]) for d in partial]
@@ -189,7 +192,7 @@ def _sinkhorn_backward(trace: Any, d_matrix: Any) -> None:
 def _backward(first: int, last: int, inputs: Any, rows: Any, d_gates: Any, d_norm: Any) -> None:
     updates, coefficients, gates, norm, width, steps, eps, norm_eps, like = inputs
     pre, pre_scale, _, post, post_scale, _, mixing, mixing_scale, _ = gates
-    d_output, d_left, d_updates, d_coefficients = rows
+    d_output, d_next, d_updates, d_coefficients = rows
     d_pre, d_pre_scale, d_pre_bias, d_post, d_post_scale, d_post_bias, d_mixing, d_mixing_scale, d_mixing_bias = d_gates
     size, count = len(pre), len(updates)
     live, d_live = np.empty((size, width), np.float32), np.empty((size, width), np.float32)
@@ -213,12 +216,12 @@ def _backward(first: int, last: int, inputs: Any, rows: Any, d_gates: Any, d_nor
             for j in range(size):
                 d_matrix[i, j] = 0
                 for k in range(count):
-                    d_matrix[i, j] += d_left[k, i, t] * coefficients[k, j, t]
+                    d_matrix[i, j] += d_next[k, i, t] * coefficients[k, j, t]
         for k in range(count):
             for j in range(size):
                 carried = 0.0
                 for i in range(size):
-                    carried += trace[-1, i, j] * d_left[k, i, t]
+                    carried += trace[-1, i, j] * d_next[k, i, t]
                 d_coefficients[k, j, t] = carried
         _sinkhorn_backward(trace, d_matrix)
         d_scale = np.float32(0)
@@ -228,7 +231,7 @@ def _backward(first: int, last: int, inputs: Any, rows: Any, d_gates: Any, d_nor
             d_pre_scale[0] += dz * scale * projected[j]
             de[j] = dz * pre_scale[0] * scale
             d_scale += dz * pre_scale[0] * projected[j]
-            dz = d_left[count, j, t] * written[j] * (1 - written[j] / 2)
+            dz = d_next[count, j, t] * written[j] * (1 - written[j] / 2)
             d_post_bias[j] += dz
             d_post_scale[0] += dz * scale * projected[size + j]
             de[size + j] = dz * post_scale[0] * scale

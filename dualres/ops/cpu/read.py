@@ -9,6 +9,7 @@ import torch
 from numba import njit
 from torch import Tensor
 
+from dualres.ops.arguments import ReadArguments
 from dualres.ops.cpu.rows import (
     add,
     add_to_four,
@@ -24,29 +25,30 @@ from dualres.ops.cpu.rows import (
 )
 from dualres.ops.cpu.streams import LIKE, OPTIONS, array, begins, finish, load, row_of, streams_of, target, tokenwise
 from dualres.ops.cpu.threads import parts, share
-from dualres.ops.inputs import ReadInputs
 
 ABSENT = {size: np.empty((0,) * size, np.float32) for size in (1, 2, 3)}
 
 
-def read(given: ReadInputs) -> tuple[Tensor, Tensor]:
+def read(given: ReadArguments) -> tuple[Tensor, Tensor]:
     """See `dualres.ops.autograd.read`."""
-    partition = given.partition
+    partition = given.log_partition
     h = torch.empty_like(given.retrieved[0])
-    left = partition.new_empty(len(given.updates) + 1, *partition.shape) if given.gates else partition.new_empty(0)
-    inputs, after = _arrays(given), tokenwise(left, 2) if given.gates else ABSENT[3]
+    next_coefficients = (
+        partition.new_empty(len(given.updates) + 1, *partition.shape) if given.gates else partition.new_empty(0)
+    )
+    inputs, after = _arrays(given), tokenwise(next_coefficients, 2) if given.gates else ABSENT[3]
     share(lambda part, first, last: _forward(first, last, inputs, h.data_ptr(), after), partition[0].numel())
-    return h, left
+    return h, next_coefficients
 
 
-def _arrays(given: ReadInputs) -> tuple[Any, ...]:
+def _arrays(given: ReadArguments) -> tuple[Any, ...]:
     """The inputs as compiled code takes them; what is absent is an array of no elements."""
     return (
         streams_of([given.retrieved])[0],
-        tokenwise(given.partition, 1),
+        tokenwise(given.log_partition, 1),
         begins(given.updates),
         ABSENT[3] if given.coefficients is None else tokenwise(given.coefficients, 2),
-        ABSENT[2] if given.queries is None else array(given.queries),
+        ABSENT[2] if given.query is None else array(given.query),
         np.array(given.key),
         np.array(given.value),
         _three([array(gate) for gate in given.gates]),
@@ -157,7 +159,7 @@ def _project(streams: Any, weight: Any) -> Any:
 
 
 @njit(**OPTIONS)
-def _forward(first: int, last: int, inputs: Any, output: int, left: Any) -> None:
+def _forward(first: int, last: int, inputs: Any, output: int, next_coefficients: Any) -> None:
     retrieved, partition, updates, coefficients, queries, key, value, gates, norm, width, eps, norm_eps, like = inputs
     _, _, _, _, _, _, rho, rho_scale, rho_bias = gates
     outputs, streams, count = len(retrieved), coefficients.shape[1], len(updates)
@@ -173,7 +175,19 @@ def _forward(first: int, last: int, inputs: Any, output: int, left: Any) -> None
         _weigh(t, partition, live, queries, key, eps, scores, norms, masses, rests)
         if len(gates[0]) > 0:
             _merge_and_gate(
-                t, retrieved, live, value, masses, rests, gates, eps, like, h, projected, opened, left[count, :, t]
+                t,
+                retrieved,
+                live,
+                value,
+                masses,
+                rests,
+                gates,
+                eps,
+                like,
+                h,
+                projected,
+                opened,
+                next_coefficients[count, :, t],
             )
             square = blend(result, opened[0], h[0], opened[1], h[1])
         else:
@@ -184,24 +198,24 @@ def _forward(first: int, last: int, inputs: Any, output: int, left: Any) -> None
             keep = sigmoid(rho_scale[0] * inverse_norm(whole, live.size, eps) * product + rho_bias[0])
             for k in range(count):
                 for j in range(2):
-                    left[k, j, t] = keep * coefficients[k, j, t] + (1 - keep) * coefficients[k, 1 - j, t]
+                    next_coefficients[k, j, t] = keep * coefficients[k, j, t] + (1 - keep) * coefficients[k, 1 - j, t]
         if len(norm) > 0:
             normalise(result, norm, square, norm_eps)
         finish(row, result)
 
 
-def read_backward(d_h: Tensor, d_left: Tensor, given: ReadInputs) -> list[Tensor]:
+def read_backward(d_h: Tensor, d_next: Tensor, given: ReadArguments) -> list[Tensor]:
     """See `dualres.ops.autograd.read_backward`."""
-    tokens, inputs = given.partition[0].numel(), _arrays(given)
+    tokens, inputs = given.log_partition[0].numel(), _arrays(given)
     d_retrieved, d_updates = torch.empty_like(given.retrieved), [torch.empty_like(update) for update in given.updates]
-    d_partition = torch.empty_like(given.partition)
+    d_partition = torch.empty_like(given.log_partition)
     learned = given.coefficients if given.gates else None
     d_coefficients = None if learned is None else torch.empty_like(learned)
-    present = [parameter for parameter in (given.queries, *given.gates, given.norm) if parameter is not None]
+    present = [parameter for parameter in (given.query, *given.gates, given.norm) if parameter is not None]
     partial = [parameter.new_zeros(parts(tokens), *parameter.shape) for parameter in present]
     rows = (
         d_h.data_ptr(),
-        tokenwise(d_left, 2) if given.gates else ABSENT[3],
+        tokenwise(d_next, 2) if given.gates else ABSENT[3],
         streams_of([d_retrieved])[0],
         tokenwise(d_partition, 1),
         begins(d_updates),
@@ -210,7 +224,7 @@ def read_backward(d_h: Tensor, d_left: Tensor, given: ReadInputs) -> list[Tensor
 
     def work(part: int, first: int, last: int) -> None:
         own = iter([array(d_parameter[part]) for d_parameter in partial])
-        d_queries = ABSENT[2] if given.queries is None else next(own)
+        d_queries = ABSENT[2] if given.query is None else next(own)
         d_gates = _three([next(own) for _ in given.gates])
         _backward(first, last, inputs, rows, d_queries, d_gates, ABSENT[1] if given.norm is None else next(own))
 
@@ -237,7 +251,7 @@ def norm_backward(d_norm: Any, norm: Any, size: int) -> Any:
 def _backward(first: int, last: int, inputs: Any, rows: Any, d_queries: Any, d_gates: Any, d_norm: Any) -> None:
     retrieved, partition, updates, coefficients, queries, key, value, gates, norm, width, eps, norm_eps, like = inputs
     alpha, alpha_scale, _, beta, beta_scale, _, rho, rho_scale, rho_bias = gates
-    d_output, d_left, d_retrieved, d_partition, d_updates, d_coefficients = rows
+    d_output, d_next, d_retrieved, d_partition, d_updates, d_coefficients = rows
     d_alpha, d_alpha_scale, d_alpha_bias, d_beta, d_beta_scale, d_beta_bias, d_rho, d_rho_scale, d_rho_bias = d_gates
     outputs, streams, count = len(retrieved), coefficients.shape[1], len(updates)
     live = np.zeros((streams if count > 0 else 2, width), np.float32)
@@ -267,7 +281,7 @@ def _backward(first: int, last: int, inputs: Any, rows: Any, d_queries: Any, d_g
                 projected[o], ds, dm = gate_backward(dz, alpha_scale[0], scale, projected[o])
                 d_alpha_scale[0] += ds
                 d_scale += dm
-                dz = d_left[count, o, t] * written[o] * (1 - written[o] / 2)
+                dz = d_next[count, o, t] * written[o] * (1 - written[o] / 2)
                 d_beta_bias[o] += dz
                 projected[2 + o], ds, dm = gate_backward(dz, beta_scale[0], scale, projected[2 + o])
                 d_beta_scale[0] += ds
@@ -299,7 +313,7 @@ def _backward(first: int, last: int, inputs: Any, rows: Any, d_queries: Any, d_g
             keep = sigmoid(rho_scale[0] * whole * product + rho_bias[0])
             d_keep = np.float32(0)
             for k in range(count):
-                d_keep += (d_left[k, 0, t] - d_left[k, 1, t]) * (coefficients[k, 0, t] - coefficients[k, 1, t])
+                d_keep += (d_next[k, 0, t] - d_next[k, 1, t]) * (coefficients[k, 0, t] - coefficients[k, 1, t])
             dz = d_keep * keep * (1 - keep)
             d_rho_bias[0] += dz
             taken, ds, dm = gate_backward(dz, rho_scale[0], whole, product)
@@ -326,5 +340,5 @@ def _backward(first: int, last: int, inputs: Any, rows: Any, d_queries: Any, d_g
             if len(d_coefficients) > 0:
                 products = two_dots(d_live[0], d_live[1], row_of(updates[k], t, width, like))
                 for j in range(2):
-                    carried = keep * d_left[k, j, t] + (1 - keep) * d_left[k, 1 - j, t]
+                    carried = keep * d_next[k, j, t] + (1 - keep) * d_next[k, 1 - j, t]
                     d_coefficients[k, j, t] = carried + products[j]

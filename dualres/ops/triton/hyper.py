@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dualres.ops.inputs import HyperInputs
+from dualres.ops.arguments import HyperReadArguments
 from dualres.ops.triton.common import INTERPRETED, combine, inverse_rms, launch, parameter, pointers, precision, rows
 
 LANES = 128  # tokens of a program that works on token-wise numbers
@@ -42,12 +42,12 @@ class Mixing(NamedTuple):
 
     projected: Tensor  # x W (G,N)
     scale: Tensor  # the inverse norm of the live streams (N,)
-    left: Tensor  # (K+1,J,N)
+    next_coefficients: Tensor  # (K+1,J,N)
     weights: Tensor  # of the updates in h (K,N)
     potentials: Tensor  # log of what each Sinkhorn step divided the columns and the rows by (steps,2,J,N)
 
 
-def hyper_read(given: HyperInputs) -> tuple[Tensor, Tensor]:
+def hyper_read(given: HyperReadArguments) -> tuple[Tensor, Tensor]:
     """`autograd.hyper_read`."""
     updates, coefficients, gates, norm, steps, eps, norm_eps = given
     width = updates[0].shape[-1]
@@ -70,7 +70,7 @@ def hyper_read(given: HyperInputs) -> tuple[Tensor, Tensor]:
         WIDTH=tile.width,
         warps=tile.warps,
     )
-    return h, mixing.left.view(len(updates) + 1, *coefficients.shape[1:])
+    return h, mixing.next_coefficients.view(len(updates) + 1, *coefficients.shape[1:])
 
 
 def join(gates: list[Tensor]) -> Gates:
@@ -122,7 +122,7 @@ def mix(updates: list[Tensor], coefficients: Tensor, gates: Gates, steps: int, e
         mixing.scale,
         gates.scale,
         gates.bias,
-        mixing.left,
+        mixing.next_coefficients,
         mixing.weights,
         mixing.potentials,
         tokens,
@@ -206,7 +206,7 @@ def _mix(
     scales,
     scale,
     bias,
-    left,
+    next_coefficients,
     weights,
     potentials,
     tokens: tl.int64,
@@ -239,10 +239,10 @@ def _mix(
     for k in range(0, count):
         c = tl.load(coefficients + (k * STREAMS + j) * tokens + lane, of_column, other=0.0)
         moved = tl.sum(matrix * c, 1, keep_dims=True)
-        tl.store(left + (k * STREAMS + i) * tokens + lane, moved, here & (i < STREAMS))
+        tl.store(next_coefficients + (k * STREAMS + i) * tokens + lane, moved, here & (i < STREAMS))
         tl.store(weights + k * tokens + lane, tl.sum(pre * c, 1, keep_dims=True), here)
     post = gate_logits(projected, inverse[None, None, :], scale, bias, STREAMS + j, tokens, lane, of_column)
-    tl.store(left + (count * STREAMS + j) * tokens + lane, 2 * tl.sigmoid(post), of_column)
+    tl.store(next_coefficients + (count * STREAMS + j) * tokens + lane, 2 * tl.sigmoid(post), of_column)
 
 
 @triton.jit(do_not_specialize=["tokens", "count"])

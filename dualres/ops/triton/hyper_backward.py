@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dualres.ops.inputs import HyperInputs
+from dualres.ops.arguments import HyperReadArguments
 from dualres.ops.triton.common import (
     added,
     chunks,
@@ -29,7 +29,7 @@ from dualres.ops.triton.common import (
 from dualres.ops.triton.hyper import LANES, gate_logits, join, mix, mixing_logits, tile_of
 
 
-def hyper_read_backward(d_h: Tensor, d_left: Tensor, given: HyperInputs) -> list[Tensor]:
+def hyper_read_backward(d_h: Tensor, d_next: Tensor, given: HyperReadArguments) -> list[Tensor]:
     """`autograd.hyper_read_backward`."""
     updates, coefficients, gates, norm, steps, eps, norm_eps = given
     joined = join(gates)
@@ -59,11 +59,11 @@ def hyper_read_backward(d_h: Tensor, d_left: Tensor, given: HyperInputs) -> list
     )
     d_logits = torch.empty_like(mixing.projected)  # dz (G,N)
     d_coefficients = torch.empty_like(coefficients)
-    pre = mixing.left.new_empty(streams, tokens)
+    pre = mixing.next_coefficients.new_empty(streams, tokens)
     launch(
         _mix_backward,
         (triton.cdiv(tokens, LANES),),
-        d_left,
+        d_next,
         coefficients,
         mixing.projected,
         mixing.scale,
@@ -181,7 +181,7 @@ def _products(
 
 @triton.jit(do_not_specialize=["tokens", "count", "steps"])
 def _mix_backward(
-    d_left,
+    d_next,
     coefficients,
     projected,
     scales,
@@ -221,7 +221,7 @@ def _mix_backward(
     d_pre = tl.zeros([1, PADDED, LANES], tl.float32)
     for k in range(0, count):
         c = tl.load(coefficients + (k * STREAMS + j) * tokens + lane, of_column, other=0.0)
-        d_moved = tl.load(d_left + (k * STREAMS + i) * tokens + lane, of_row, other=0.0)
+        d_moved = tl.load(d_next + (k * STREAMS + i) * tokens + lane, of_row, other=0.0)
         d_matrix += d_moved * c
         d_pre += c * tl.load(products + k * tokens + lane, here, other=0.0)
         d_c = tl.sum(matrix * d_moved, 0, keep_dims=True)
@@ -232,7 +232,7 @@ def _mix_backward(
     opened = tl.sigmoid(
         gate_logits(projected, inverse[None, None, :], scale, bias, STREAMS + j, tokens, lane, of_column)
     )
-    d_post = tl.load(d_left + (count * STREAMS + j) * tokens + lane, of_column, other=0.0)
+    d_post = tl.load(d_next + (count * STREAMS + j) * tokens + lane, of_column, other=0.0)
     tl.store(d_logits + (STREAMS + j) * tokens + lane, d_post * 2 * opened * (1 - opened), of_column)
     d_z = d_matrix * matrix
     for back in range(0, steps):

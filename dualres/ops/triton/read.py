@@ -8,16 +8,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dualres.ops.inputs import ReadInputs
+from dualres.ops.arguments import ReadArguments
 from dualres.ops.triton.common import combine, inverse_rms, launch, parameter, pointers, rows, stream_rows
 
 
-def read(given: ReadInputs) -> tuple[Tensor, Tensor]:
+def read(given: ReadArguments) -> tuple[Tensor, Tensor]:
     """`autograd.read`."""
     retrieved, partition, updates, coefficients, queries, gates, norm, key, value, eps, norm_eps = given
     tokens, width = partition[0].numel(), retrieved.shape[-1]
     h = torch.empty_like(retrieved[0])
-    left = partition.new_empty(len(updates) + 1, *partition.shape) if gates else partition.new_empty(0)
+    next_coefficients = partition.new_empty(len(updates) + 1, *partition.shape) if gates else partition.new_empty(0)
     tile = rows(width)
     launch(
         _read,
@@ -30,7 +30,7 @@ def read(given: ReadInputs) -> tuple[Tensor, Tensor]:
         tuple(gates),
         norm,
         h,
-        left,
+        next_coefficients,
         tokens,
         len(updates),
         eps,
@@ -44,7 +44,7 @@ def read(given: ReadInputs) -> tuple[Tensor, Tensor]:
         WIDTH=tile.width,
         warps=tile.warps,
     )
-    return h, left
+    return h, next_coefficients
 
 
 def stored_streams(coefficients: Tensor | None, key: list[int], value: list[int]) -> int:
@@ -119,7 +119,7 @@ def _read(
     gates,
     norm,
     h,
-    left,
+    next_coefficients,
     tokens: tl.int64,
     count,
     eps,
@@ -153,15 +153,15 @@ def _read(
         _, half_beta = open_gates(streams, scale, gates[3:6], 2, column, D)
         mixed = alpha[0][:, None] * streams[0] + alpha[1][:, None] * streams[1]
         for j in tl.static_range(2):
-            tl.store(left + (count * 2 + j) * tokens + token, 2 * half_beta[j], present)
+            tl.store(next_coefficients + (count * 2 + j) * tokens + token, 2 * half_beta[j], present)
         if LIVE:
             _, rho = open_gates(live, inverse_rms(live, eps, D), gates[6:9], 1, column, D)
             for k in range(0, count):
                 place = k * 2 * tokens + token
                 first = tl.load(coefficients + place, present, other=0.0)
                 second = tl.load(coefficients + place + tokens, present, other=0.0)
-                tl.store(left + place, rho[0] * first + (1 - rho[0]) * second, present)
-                tl.store(left + place + tokens, (1 - rho[0]) * first + rho[0] * second, present)
+                tl.store(next_coefficients + place, rho[0] * first + (1 - rho[0]) * second, present)
+                tl.store(next_coefficients + place + tokens, (1 - rho[0]) * first + rho[0] * second, present)
     if norm is not None:
         mixed = mixed * inverse_rms((mixed,), norm_eps, D)[:, None] * parameter(norm, column, D)
     tl.store(h + at, mixed.to(h.dtype.element_ty), mask)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dualres.ops.inputs import ReadInputs
+from dualres.ops.arguments import ReadArguments
 from dualres.ops.triton.common import (
     added,
     columns,
@@ -29,7 +29,7 @@ from dualres.ops.triton.common import (
 from dualres.ops.triton.read import merge, open_gates, stored_streams, widened
 
 
-def read_backward(d_h: Tensor, d_left: Tensor, given: ReadInputs) -> list[Tensor]:
+def read_backward(d_h: Tensor, d_next: Tensor, given: ReadArguments) -> list[Tensor]:
     """`autograd.read_backward`."""
     retrieved, partition, updates, coefficients, queries, gates, norm, key, value, eps, norm_eps = given
     tokens, outputs, width = partition[0].numel(), len(key), retrieved.shape[-1]
@@ -55,7 +55,7 @@ def read_backward(d_h: Tensor, d_left: Tensor, given: ReadInputs) -> list[Tensor
         _read_backward,
         tile.grid(tokens),
         d_h,
-        d_left,
+        d_next,
         retrieved,
         partition,
         pointers(updates or [retrieved]),
@@ -139,7 +139,7 @@ def _gate_backward(dz, e, scale, gate_scale, projected, d_biases, d_scales, toke
 @triton.jit(do_not_specialize=["tokens", "count"])
 def _read_backward(
     d_h,
-    d_left,
+    d_next,
     retrieved,
     partition,
     updates,
@@ -208,7 +208,7 @@ def _read_backward(
         d_alpha, d_beta = (), ()
         for g in tl.static_range(2):
             d_alpha = d_alpha + (tl.sum(d_mixed * streams[g], 1) * alpha[g] * (1 - alpha[g]),)
-            d_weight = tl.load(d_left + (count * 2 + g) * tokens + token, present, other=0.0)
+            d_weight = tl.load(d_next + (count * 2 + g) * tokens + token, present, other=0.0)
             d_beta = d_beta + (d_weight * 2 * half_beta[g] * (1 - half_beta[g]),)
         alpha_factors, alpha_taken = _gate_backward(
             d_alpha, alpha_e, scale, gates[1], projected, d_biases, d_scales, tokens, token, present
@@ -267,7 +267,7 @@ def _read_backward(
         d_rho = tl.zeros([TOKENS], tl.float32)
         for k in range(0, count):
             place = k * 2 * tokens + token
-            d_apart = tl.load(d_left + place, present, other=0.0) - tl.load(d_left + place + tokens, present, other=0.0)
+            d_apart = tl.load(d_next + place, present, other=0.0) - tl.load(d_next + place + tokens, present, other=0.0)
             first = tl.load(coefficients + place, present, other=0.0)
             d_rho += d_apart * (first - tl.load(coefficients + place + tokens, present, other=0.0))
         factors, rho_taken = _gate_backward(
@@ -299,8 +299,8 @@ def _read_backward(
             if GATED:
                 update = tl.load(pick(updates, k) + at, mask, other=0.0).to(tl.float32)
                 scalar = k * 2 * tokens + token
-                first = tl.load(d_left + scalar, present, other=0.0)
-                second = tl.load(d_left + scalar + tokens, present, other=0.0)
+                first = tl.load(d_next + scalar, present, other=0.0)
+                second = tl.load(d_next + scalar + tokens, present, other=0.0)
                 d_first = rho * first + (1 - rho) * second + tl.sum(update * d_live[0], 1)
                 d_second = (1 - rho) * first + rho * second + tl.sum(update * d_live[1], 1)
                 tl.store(d_coefficients + scalar, d_first, present)

@@ -1,6 +1,6 @@
-"""From a config to an engine: the one place that knows them all."""
+"""Builds the engine that a config asks for."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -28,36 +28,44 @@ from dualres.util.errors import TrainError
 
 
 def engine_name(config: Config, processes: int) -> str:
-    """The engine that `train.engine` means for this many processes."""
+    """The engine that `train.engine` selects for this many processes."""
     name = config.train.engine
     if name == "auto":
         return "single" if processes == 1 else "fsdp2"
     if name == "single" and processes > 1:
-        raise TrainError(f"train.engine=single was started as {processes} processes: use ddp, fsdp2 or deepspeed")
+        raise TrainError(f"train.engine=single cannot run {processes} processes: use ddp, fsdp2 or deepspeed")
     if name != "single" and processes == 1:
         raise TrainError(
-            f"train.engine={name} needs processes: start it with torchrun --nproc-per-node 2 -m dualres train …, "
+            f"train.engine={name} needs several processes: use torchrun --nproc-per-node 2 -m dualres train …, "
             "or use train.engine=single"
         )
     return name
 
 
 def engine_mesh(config: Config, processes: int) -> Mesh:
-    """How the engine of `config` spreads so many processes; what is impossible for it is refused."""
-    native = processes > 1 and config.train.engine in ("auto", "fsdp2")
-    return mesh_of(config, processes) if native else Mesh(data=processes)
+    """The mesh of so many processes; one that the model cannot be sharded over is refused."""
+    fsdp2 = processes > 1 and config.train.engine in ("auto", "fsdp2")
+    return mesh_of(config, processes) if fsdp2 else Mesh(data=processes)
 
 
 def build_engine(config: Config, world: World, end_of_text: int) -> Engine:
-    """The model of `config` with fresh weights, in the hands of its engine."""
-    return ENGINES[engine_name(config, world.size)](config, world, end_of_text)
+    """The model of `config` with new weights, in its engine."""
+    name = engine_name(config, world.size)
+    if name == "fsdp2":
+        return _fsdp2(config, world, end_of_text)
+    decoder = build_decoder(config.model, config.residual, device=world.device, seed=config.train.seed)
+    objective = _objective(config, decoder, end_of_text, Mesh(data=world.size))
+    if name == "deepspeed":
+        return DeepSpeedEngine(config, world, objective)
+    if name == "single":
+        return TorchEngine(config.train, world, objective, objective)
+    devices = [world.device] if world.device.type == "cuda" else None
+    return TorchEngine(config.train, world, objective, DistributedDataParallel(objective, devices))
 
 
 def compile_mode(train: TrainConfig, mesh: Mesh) -> str:
-    """PyTorch's mode for `train.compile`.
-
-    CUDA graphs write the results of a micro-batch over those of the last one: a pipeline, which has several on their
-    way, does without.
+    """PyTorch's mode for `train.compile`: a pipeline has several micro-batches in flight, and CUDA graphs would
+    overwrite the outputs of one with those of the next.
     """
     return "max-autotune-no-cudagraphs" if train.compile == "max-autotune" and mesh.pipeline > 1 else train.compile
 
@@ -72,25 +80,8 @@ def _objective(
     return Objective(decoder, train.loss_rows, end_of_text if train.documents == "isolate" else None, cross_entropy)
 
 
-def _whole(config: Config, world: World, end_of_text: int) -> Objective:
-    """The whole model on every rank."""
-    decoder = build_decoder(config.model, config.residual, device=world.device, seed=config.train.seed)
-    return _objective(config, decoder, end_of_text, Mesh(data=world.size))
-
-
-def _single(config: Config, world: World, end_of_text: int) -> Engine:
-    objective = _whole(config, world, end_of_text)
-    return TorchEngine(config.train, world, objective, objective)
-
-
-def _ddp(config: Config, world: World, end_of_text: int) -> Engine:
-    objective = _whole(config, world, end_of_text)
-    devices = [world.device] if world.device.type == "cuda" else None
-    return TorchEngine(config.train, world, objective, DistributedDataParallel(objective, devices))
-
-
 def _fsdp2(config: Config, world: World, end_of_text: int) -> Engine:
-    """Blocks are the units; each is drawn whole, by itself, and cut, so that no rank ever holds the whole model."""
+    """Blocks are the units; each is initialized and sharded in turn, so that no rank ever holds the full model."""
     mesh = mesh_of(config, world.size)
     groups = make_groups(mesh, world.device.type)
     decoder = build_decoder(config.model, config.residual, device="meta")
@@ -109,17 +100,17 @@ def _fsdp2(config: Config, world: World, end_of_text: int) -> Engine:
 
 
 def _shard_units(config: Config, world: World, groups: Groups, decoder: Decoder, units: Sequence[nn.Module]) -> None:
-    """Draw, cut and shard; of the units, inner ones come first."""
+    """Initialize and shard; of nested units, inner ones come first."""
     bf16 = config.train.precision == "bf16"
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy()
-    drawn = {id(part): name for part, name in decoder.parts()}
+    names = {id(part): name for part, name in decoder.parts()}
     sizes = groups.sizes
     rest = FSDPMeshInfo(groups.rest, shard_mesh_dim=0)
 
     def placement(parameter: nn.Parameter) -> Shard | ShardPlacementResult | None:
-        """Experts are sharded over the ranks that hold the same ones, along their rows where these divide.
+        """Experts are sharded over the ranks that hold the same ones, along their rows if these divide.
 
-        A vocabulary in ranges of unequal size is cut along its width: PyTorch's checkpoints confuse rows of such ones.
+        A vocabulary in ranges of unequal size is sharded along its width: PyTorch's checkpoints would mix up its rows.
         """
         if "experts" in dimensions(parameter):
             return ShardPlacementResult(Shard(1 if parameter.shape[1] % sizes.rest == 0 else 0), rest)
@@ -128,9 +119,9 @@ def _shard_units(config: Config, world: World, groups: Groups, decoder: Decoder,
 
     for unit in units:
         for part in unit.modules():
-            if id(part) in drawn and any(p.is_meta for p in part.parameters()):
+            if id(part) in names and any(p.is_meta for p in part.parameters()):
                 part.to_empty(device=world.device)
-                reset_part(part, drawn[id(part)], config.model.init_std, config.train.seed)
+                reset_part(part, names[id(part)], config.model.init_std, config.train.seed)
                 if isinstance(unit, PipelineChunk) and isinstance(part, Vocabulary):
                     drop_unused(part, unit)
                 if sizes.tensor > 1:
@@ -143,15 +134,3 @@ def _shard_units(config: Config, world: World, groups: Groups, decoder: Decoder,
         fully_shard(
             unit, mesh=groups.data, mp_policy=policy, shard_placement_fn=placement, ignored_params=elsewhere or None
         )
-
-
-def _deepspeed(config: Config, world: World, end_of_text: int) -> Engine:
-    return DeepSpeedEngine(config, world, _whole(config, world, end_of_text))
-
-
-ENGINES: dict[str, Callable[[Config, World, int], Engine]] = {
-    "single": _single,
-    "ddp": _ddp,
-    "fsdp2": _fsdp2,
-    "deepspeed": _deepspeed,
-}

@@ -1,17 +1,16 @@
-"""DeepSpeed's ZeRO behind the interface of the other engines, with the same optimizer and the same checkpoints."""
+"""DeepSpeed's ZeRO with the interface, optimizer and checkpoints of the other engines."""
 # B batch  T tokens
 
 import os
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dualres.config.schema import Config
-from dualres.model.context import RouterReport
+from dualres.model.attention import RouterReport
 from dualres.model.loss import Objective
-from dualres.train.engines.base import Engine, Losses, MicroBatch
+from dualres.train.engines.base import Engine, MicroBatch
 from dualres.train.process_group import World
 from dualres.train.recipe import adamw, fresh_state
 from dualres.util.errors import TrainError
@@ -21,7 +20,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class DeepSpeedEngine(Engine):
-    """ZeRO stage 1, 2 or 3. Checkpoints hold whole tensors, gathered one by one: any number of ranks can read them."""
+    """ZeRO stage 1, 2 or 3. Checkpoints hold full tensors, gathered one by one: any number of ranks can load them."""
 
     def __init__(self, config: Config, world: World, objective: Objective):
         train, stage = config.train, config.train.parallel.zero_stage
@@ -49,29 +48,23 @@ class DeepSpeedEngine(Engine):
         self.parameters = dict(self.decoder.named_parameters())
         self._create_moments(config.model.context)
 
-    def accumulate(self, micro_batches: Sequence[MicroBatch]) -> Losses:
-        """One after the other."""
-        language = router = 0.0
-        for number, (sequences, share) in enumerate(micro_batches, 1):
-            report, last = RouterReport(scale=share), number == len(micro_batches)
-            self.deepspeed.set_gradient_accumulation_boundary(last)
-            loss = self.wrapped(sequences.to(self.world.device), report)
-            self.deepspeed.backward(loss * share, scale_wrt_gas=False)
-            if not last:
-                self.deepspeed.step()  # which only counts
-            language += share * loss.item()
-            router += share * (report.mean().item() if report.losses else 0.0)
-        return Losses(language, router)
+    def forward_backward(self, sequences: Tensor, weight: float, report: RouterReport, last: bool) -> Tensor:
+        self.deepspeed.set_gradient_accumulation_boundary(last)
+        loss = self.wrapped(sequences, report)
+        self.deepspeed.backward(loss * weight, scale_wrt_gas=False)
+        if not last:
+            self.deepspeed.step()  # only counts
+        return loss
 
     def update(self, learning_rate: float, clip: float) -> float:
-        """DeepSpeed clips by its own setting and tells the norm only after the step."""
+        """DeepSpeed clips by its own setting and reports the norm only after the step."""
         for group in self.adamw.param_groups:
             group["lr"] = learning_rate
         self.deepspeed.step()
         return float(self.deepspeed.get_global_grad_norm())
 
     def tensors(self) -> dict[str, Tensor]:
-        """Whole copies, gathered from all ranks."""
+        """Full copies, gathered from all ranks."""
         found = {}
         for name, parameter in self.parameters.items():
             found[f"model.{name}"] = self.access.safe_get_full_fp32_param(parameter)
@@ -81,11 +74,11 @@ class DeepSpeedEngine(Engine):
         return found
 
     def load_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Hand the whole tensors back, each rank takes its part."""
+        """Each rank takes its part of the full tensors."""
         for name, parameter in self.parameters.items():
             weights = tensors[f"model.{name}"]
             moments = {key: tensors[f"optimizer.{key}.{name}"] for key in MOMENTS}
-            if hasattr(parameter, "ds_tensor"):  # ZeRO 3 keeps parts; its own setter of whole tensors cannot cut all
+            if hasattr(parameter, "ds_tensor"):  # ZeRO 3; DeepSpeed's setter of full tensors cannot shard all of them
                 self.access.safe_set_local_fp32_param(parameter, self._part(parameter, weights))
                 for key, moment in moments.items():
                     self.access.safe_set_local_optimizer_state(parameter, self._part(parameter, moment), key)
@@ -94,19 +87,19 @@ class DeepSpeedEngine(Engine):
                 self.access.safe_set_full_fp32_param(parameter, weights)
                 for key, moment in moments.items():
                     self.access.safe_set_full_optimizer_state(parameter, moment, key)
-            if parameter.numel():  # whole, also where ZeRO 3 finds it too small to cut: the forward pass reads this
+            if parameter.numel():  # unsharded, as are parameters too small for ZeRO 3: the forward pass reads this
                 parameter.data.copy_(weights)
         for state in self.adamw.state.values():
             state["step"].copy_(next(value for name, value in tensors.items() if name.startswith("optimizer.step.")))
 
     def _part(self, parameter: Any, whole: Tensor) -> Tensor:
-        """This rank's part of a tensor; the last ones are filled up with zeros."""
+        """This rank's part of a tensor, padded with zeros."""
         size = parameter.ds_tensor.numel()
         filled = nn.functional.pad(whole.flatten(), (0, size * self.world.size - whole.numel()))
         return filled[self.world.rank * size : (self.world.rank + 1) * size]
 
     def _create_moments(self, context: int) -> None:
-        """DeepSpeed has AdamW's state only after a step: take one of rate and gradient zero, and count it as none."""
+        """DeepSpeed has AdamW's state only after a step: take one with zero rate and gradient, and reset its count."""
         for group in self.adamw.param_groups:  # DeepSpeed links the state of all groups after it stepped the first
             for flat in group["params"]:
                 self.adamw.state[flat] = fresh_state(flat)
@@ -117,5 +110,4 @@ class DeepSpeedEngine(Engine):
             state["step"].zero_()
 
     def _count(self) -> Tensor:
-        """Steps that AdamW has taken."""
         return next(iter(self.adamw.state.values()))["step"]

@@ -1,4 +1,4 @@
-"""The native engine on a mesh: FSDP2 over the data-parallel ranks, with what `dualres.parallel` cuts besides."""
+"""FSDP2 over the data-parallel ranks of a mesh, with tensor, expert and pipeline parallelism of `dualres.parallel`."""
 # B batch  T tokens
 
 import math
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from dualres.config.schema import Config
-from dualres.model.context import RouterReport
+from dualres.model.attention import RouterReport
 from dualres.model.loss import Objective
 from dualres.parallel import gradients
 from dualres.parallel.mesh import Groups, chunk_sizes
@@ -20,7 +20,7 @@ from dualres.train.process_group import World
 
 
 class ShardedEngine(TorchEngine):
-    """Tensor groups and expert ranks work inside the model; here their gradients are finished and counted."""
+    """Tensor and expert parallelism work inside the model; here their gradients are completed and clipped."""
 
     def __init__(self, config: Config, world: World, objective: Objective, groups: Groups, tied: Sequence[str] = ()):
         super().__init__(config.train, world, objective, objective)
@@ -29,24 +29,23 @@ class ShardedEngine(TorchEngine):
         self.roles = gradients.roles(self.parameters, groups, tied)
 
     def accumulate(self, micro_batches: Sequence[MicroBatch]) -> Losses:
-        """One after the other."""
         losses = super().accumulate(micro_batches)
         gradients.finish(self.roles, self.groups)
         return losses
 
     def load_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """The tensors are the engine's own; what was gathered of them before is old."""
+        """Drop weights that were gathered before the tensors were loaded."""
         reshard(self.wrapped)
 
     def clip_gradient(self, limit: float) -> float:
-        """Over all ranks of the mesh."""
+        """By the norm over all ranks of the mesh."""
         norm = math.sqrt(self.world.sum([gradients.squares(self.roles)])[0])
         gradients.clip(self.roles, norm, limit)
         return norm
 
 
 class PipelineEngine(ShardedEngine):
-    """A rank's chunks of the model, and PyTorch's schedule that runs them."""
+    """This rank's chunks of the model, run by PyTorch's schedules."""
 
     def __init__(
         self,
@@ -87,17 +86,17 @@ class PipelineEngine(ShardedEngine):
         self.schedule: Any = None
 
     def accumulate(self, micro_batches: Sequence[MicroBatch]) -> Losses:
-        """All of them on their way at a time; a schedule that needs more gets some that count for nothing."""
+        """The schedule runs all micro-batches, padded with zero-weight ones if it needs more."""
         sizes = self.groups.sizes
         count = padded_micro_batches(len(micro_batches), sizes.pipeline, sizes.virtual)
-        filling = [MicroBatch(micro_batches[0].sequences, 0.0)] * (count - len(micro_batches))
-        given = [*micro_batches, *filling]
+        padding = [MicroBatch(micro_batches[0].sequences, 0.0)] * (count - len(micro_batches))
+        given = [*micro_batches, *padding]
         if self.schedule is None:
-            self.schedule = make_schedule(self.stages, count, lambda loss, share: loss * share.squeeze())
-        reports = {number: RouterReport(scale=micro.share) for number, micro in enumerate(given)}
+            self.schedule = make_schedule(self.stages, count, lambda loss, weight: loss * weight.squeeze())
+        reports = {number: RouterReport(scale=micro.weight) for number, micro in enumerate(given)}
         losses: list[Tensor] = []
         self.schedule.step(
-            target=torch.tensor([micro.share for micro in given], device=self.world.device),
+            target=torch.tensor([micro.weight for micro in given], device=self.world.device),
             losses=losses,
             return_outputs=False,
             sequences=torch.cat([micro.sequences for micro in given]).to(self.world.device),
@@ -106,19 +105,18 @@ class PipelineEngine(ShardedEngine):
         )
         gradients.finish(self.roles, self.groups)
         router = sum(
-            micro.share * float(sum(reports[number].losses.values())) / self.layers
+            micro.weight * float(sum(reports[number].losses.values())) / self.layers
             for number, micro in enumerate(given)
         )
         return Losses(float(sum(loss.detach() for loss in losses)) * sizes.pipeline, router * sizes.pipeline)
 
     def load_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """As of one without a pipeline."""
         for stage in self.stages:
             reshard(stage.submod)
 
     @torch.no_grad()
     def evaluate(self, sequences: Tensor) -> float:
-        """The last rank has the loss; the others count as 0, so that the mean over the pipeline is it."""
+        """The last stage has the loss and the others return 0: the mean over the pipeline is the loss."""
         loss = self.relay.run(sequences.to(self.world.device), self.world.device)
         for stage in self.stages:
             reshard(stage.submod)
@@ -126,7 +124,7 @@ class PipelineEngine(ShardedEngine):
 
 
 def reshard(module: nn.Module) -> None:
-    """Give back the gathered weights."""
+    """Free the gathered weights."""
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()

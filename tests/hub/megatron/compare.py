@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dualres.config.schema import ModelConfig, MoEConfig, ResidualConfig
 from dualres.hub.megatron import export_weights, gpt_options, import_weights, layer_spec, transformer_options
-from dualres.model.context import rotary_frequencies
+from dualres.model.attention import rotary_frequencies
 from dualres.model.decoder import Decoder
 from tests.hub.megatron.layouts import Layout
 from tests.model.distributed_worker import ZERO, by_module
@@ -52,7 +52,9 @@ def gpt_models(count: int, decoder: Decoder, layout: Layout, seed: int = 42, **o
     spec = layer_spec(config, decoder.residual_config, seed=seed)
     made = [GPTModel(config, spec, **gpt_options(model)) for _ in range(count)]
     for gpt in made:  # Megatron's frequencies are float32, whatever the dtype
-        gpt.rotary_pos_emb.inv_freq = rotary_frequencies(model, dtype, torch.device("cpu"))
+        gpt.rotary_pos_emb.inv_freq = rotary_frequencies(
+            model.head_width, model.rope_base, model.rope_scaling, dtype, torch.device("cpu")
+        )
     return made
 
 

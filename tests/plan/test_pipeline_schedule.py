@@ -14,7 +14,7 @@ from torch.distributed.pipelining.schedules import (
 
 from dualres.parallel.mesh import Mesh
 from dualres.parallel.pipeline import micro_batches
-from dualres.plan.schedule import Action, Held, actions, gathers, in_flight
+from dualres.plan.pipeline_schedule import Action, ChunkBytes, actions, gathers, in_flight
 
 INTERLEAVED = [(2, 2, 4), (2, 3, 6), (4, 2, 8), (4, 4, 4), (3, 2, 7), (2, 4, 2)]
 
@@ -36,7 +36,7 @@ def test_the_interleaved_schedule(ranks: int, virtual: int, count: int):
             for a in torchs(ranks, virtual, count, rank)
             if a is not None
         ]
-        assert actions(mesh, count, rank) == wanted
+        assert list(actions(mesh, count, rank)) == wanted
 
 
 @pytest.mark.parametrize(("ranks", "count"), [(2, 2), (4, 6), (3, 12)])
@@ -44,7 +44,7 @@ def test_1f1b_has_as_many_on_their_way_as_ranks_follow(ranks: int, count: int):
     for rank in range(ranks):
         order = actions(Mesh(pipeline=ranks), count, rank)
         assert len(order) == 2 * count
-        flight = in_flight(order, ranks, {rank: Held(1, 0, 0)})
+        flight = in_flight(order, ranks, {rank: ChunkBytes(1, 0, 0)})
         assert flight.kept[rank] == min(count, ranks - rank)
 
 

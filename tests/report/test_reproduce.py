@@ -1,15 +1,14 @@
-"""The command that makes a config: what ships plus overrides gives the config back."""
+"""The command that reproduces a config: shipped configs plus overrides give the config back."""
 
 import dataclasses
 import shlex
 
 import pytest
 import yaml
-from dualres.report.config_settings import as_yaml, differing, plain, settings
-from dualres.report.reproduce_command import Origin, command, origin
 
 from dualres.config.loading import load_config, names
 from dualres.config.schema import Config
+from dualres.report.reproduce import Origin, as_override, as_yaml, command, differing, origin, settings
 from tests.train.tiny import tiny_config
 
 OVERRIDES = {
@@ -34,6 +33,14 @@ def test_it_leads_back_to_the_config(scale: str, overrides: list[str]):
         assert load_config(*found) == config
         assert len(found.overrides) <= len(overrides) + 4  # a section has five values
         assert found.changes("model") == any(override.startswith("model.") for override in overrides)
+
+
+def test_an_option_that_only_the_shipped_config_has_is_unset():
+    config = load_config("nano", "mhc-2", ["residual.streams=null"])
+    found = origin(config)
+    assert found is not None
+    assert found.overrides == ("residual.streams=null",)
+    assert load_config(*found) == config
 
 
 def test_the_command_is_what_a_shell_reads():
@@ -68,10 +75,9 @@ def test_the_model_decides_and_not_the_recipe():
 
 
 def test_where_none_leads_to_it():
-    """A block form without a block size is what no override can say of a scale that has one."""
     config = load_config("nano", "dar-block")
-    without = dataclasses.replace(config, residual=dataclasses.replace(config.residual, branches_per_block=None))
-    assert origin(without) is None
+    own = dataclasses.replace(config, residual=dataclasses.replace(config.residual, method="my-method"))
+    assert origin(own) is None
 
 
 @pytest.mark.parametrize(
@@ -82,7 +88,7 @@ def test_where_none_leads_to_it():
     ],
 )
 def test_values_as_overrides_have_them(value: object, text: str):
-    assert plain(value) == text
+    assert as_override(value) == text
 
 
 def test_what_tells_settings_apart():

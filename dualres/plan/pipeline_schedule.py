@@ -1,4 +1,4 @@
-"""What a pipeline rank does in a step, in order: forward and backward passes of its chunks, as PyTorch's schedules say.
+"""What a pipeline rank runs in a step, in order: forward and backward passes of its chunks, as PyTorch schedules them.
 
 1F1B where a rank has one chunk, interleaved 1F1B where it has several. C = P·V chunks; chunk c lies on rank c mod P.
 """
@@ -28,13 +28,14 @@ class Gathers(NamedTuple):
     root: int  # what is in no block: vocabulary, readout, final norm
 
 
-def actions(mesh: Mesh, count: int, rank: int) -> list[Action]:
+@functools.cache
+def actions(mesh: Mesh, count: int, rank: int) -> tuple[Action, ...]:
     """All passes of a pipeline rank for `count` micro-batches."""
     ranks, virtual = mesh.pipeline, mesh.virtual
     rounds = max(1, count // ranks)
     per_round = count // rounds if virtual > 1 else count
     if virtual == 1:
-        warmup = min(count, ranks - rank)  # as many as are on their way when the first comes back
+        warmup = min(count, ranks - rank)  # as many as are in flight when the first comes back
     else:
         warmup = min((virtual - 1) * per_round + 2 * (ranks - 1 - rank), virtual * count)
     forward, backward = Counter[int](), Counter[int]()
@@ -49,37 +50,37 @@ def actions(mesh: Mesh, count: int, rank: int) -> list[Action]:
     total = virtual * count
     for step in range(warmup):
         add("forward", step)
-    for step in range(total):  # PyTorch's 1F1B goes back first, the interleaved one forth
+    for step in range(total):  # PyTorch's 1F1B runs backward first, the interleaved schedule forward
         if virtual == 1:
             add("backward", step)
         if step + warmup < total:
             add("forward", step + warmup)
         if virtual > 1:
             add("backward", step)
-    return found
+    return tuple(found)
 
 
-class Flight(NamedTuple):
+class InFlight(NamedTuple):
     """What a rank holds at a moment of a step."""
 
     kept: Counter[int]  # micro-batches of each chunk between forward and backward
-    left: Counter[int]  # gone back here, with gradients of states that an earlier chunk of the rank still waits for
-    done: Counter[int]  # gone back here
-    summed: frozenset[int]  # chunks that have gone back: the gradients of their weights are there
-    gathered: frozenset[int]  # chunks that went back last and have more to do: their blocks keep their weights
-    coming: int  # the chunk that goes back next
+    left: Counter[int]  # after backward, with gradients of states that an earlier chunk of the rank still waits for
+    done: Counter[int]  # after backward
+    summed: frozenset[int]  # chunks that have run backward: the gradients of their weights are there
+    gathered: frozenset[int]  # chunks that ran backward last and have more to do: their blocks keep their weights
+    coming: int  # the chunk that runs backward next
 
 
-class Held(NamedTuple):
-    """Bytes that one micro-batch holds in one chunk."""
+class ChunkBytes(NamedTuple):
+    """What one micro-batch holds in one chunk."""
 
     kept: int  # between forward and backward
     left: int  # from then until the rank's chunk before it has gone back
     done: int  # from then to the end of the step
 
 
-def in_flight(order: Sequence[Action], ranks: int, size_of: Mapping[int, Held]) -> Flight:
-    """When a rank holds most."""
+def in_flight(order: Sequence[Action], ranks: int, size_of: Mapping[int, ChunkBytes]) -> InFlight:
+    """The moment at which a rank holds most."""
     held, waiting, done = Counter[int](), Counter[int](), Counter[int]()
     most = held, waiting, done
     top = size = moment = 0
@@ -98,7 +99,7 @@ def in_flight(order: Sequence[Action], ranks: int, size_of: Mapping[int, Held]) 
         if size >= top and held.total():
             top, moment, most = size, at + 1, (held.copy(), waiting.copy(), done.copy())
     last, later = {a.chunk: a.kind for a in order[:moment]}, {a.chunk for a in order[moment:]}
-    return Flight(
+    return InFlight(
         *most,
         frozenset(action.chunk for action in order[:moment] if action.kind == "backward"),
         frozenset(chunk for chunk, kind in last.items() if kind == "backward" and chunk in later),
@@ -106,10 +107,11 @@ def in_flight(order: Sequence[Action], ranks: int, size_of: Mapping[int, Held]) 
     )
 
 
-def gathers(order: Sequence[Action], chunk: int) -> Gathers:
-    """Blocks give their weights back after a forward pass and not after a backward pass; the root keeps them.
+@functools.cache
+def gathers(order: tuple[Action, ...], chunk: int) -> Gathers:
+    """Blocks reshard their weights after a forward pass and not after a backward pass; the root keeps its own.
 
-    A rank of several chunks also fetches a chunk's weights ahead, and gives back those of chunks that are not next.
+    A rank of several chunks also prefetches a chunk's weights, and reshards those of chunks that are not next.
     """
     several = len({action.chunk for action in order}) > 1
     ends = {action.chunk: at for at, action in enumerate(order)}
@@ -141,9 +143,3 @@ def _next(order: Sequence[Action], at: int, count: int) -> list[int]:
             found.append(order[at].chunk)
         at += 1
     return found
-
-
-@functools.cache
-def actions_of(mesh: Mesh, count: int, rank: int) -> tuple[Action, ...]:
-    """`actions`, counted once."""
-    return tuple(actions(mesh, count, rank))

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -20,11 +19,15 @@ from dualres.model.block import recompute_blocks
 from dualres.model.decoder import build_decoder
 from dualres.model.loss import Objective
 from dualres.ops import dispatch
-from dualres.plan.run_memory import CASTING, count_pass, memory
-from dualres.train.engines.base import MicroBatch, TorchEngine
-from dualres.train.engines.build import build_engine
+from dualres.parallel.mesh import Mesh
+from dualres.plan.activations import CASTING, Passes, count_passes
+from dualres.plan.estimate import estimate
+from dualres.plan.hardware import Hardware
+from dualres.plan.local_model import Share
+from dualres.plan.memory import Memory
+from dualres.plan.stages import pipeline_ranks
 from dualres.train.process_group import World
-from tests.peak import Peak
+from tests.plan.engine_memory import sequences, step_memory
 from tests.train.tiny import ALONE, tiny_config
 
 
@@ -63,11 +66,6 @@ def real_objective(config: Config, engine: str) -> Objective:
     return Objective(decoder, config.train.loss_rows)
 
 
-def sequences(config: Config) -> Tensor:
-    shape = config.train.micro_batch, config.model.context + 1
-    return torch.randint(0, config.model.vocab_size, shape, generator=torch.Generator().manual_seed(0))
-
-
 def autocast(config: Config, engine: str) -> contextlib.AbstractContextManager[Any]:
     casts = config.train.precision == "bf16" and engine not in CASTING
     return torch.autocast("cpu", torch.bfloat16) if casts else contextlib.nullcontext()
@@ -80,6 +78,12 @@ KEPT = [
     ("dar-block", "dense", "bf16", "single"),
     ("dar-block", "moe", "bf16", "fsdp2"),
 ]
+
+
+def kept_bytes(config: Config, passes: Passes) -> int:
+    """Of the whole model for one micro-batch, without the loss."""
+    (rank,) = pipeline_ranks(config, "single", Mesh(), passes)
+    return rank.chunks[0].kept.kept
 
 
 @pytest.mark.parametrize(("residual", "feedforward", "precision", "engine"), KEPT)
@@ -100,7 +104,7 @@ def test_counted_activations_are_what_autograd_keeps(residual: str, feedforward:
     storages = {handle.tensor.untyped_storage().data_ptr(): handle.tensor.untyped_storage() for handle in handles}
     kept = sum(storage.nbytes() for address, storage in storages.items() if address not in own)
     assert hidden.requires_grad
-    assert count_pass(config, engine).activations == kept
+    assert kept_bytes(config, count_passes(config, Share(), engine)) == kept
 
 
 SCALARS = 8 * 64  # bytes of numbers that PyTorch turns into tensors below the reach of Python
@@ -125,34 +129,12 @@ def test_counted_bytes_are_what_the_allocator_gave(residual: str, feedforward: s
         with autocast(config, "single"):
             return objective(batch.clone())
 
-    counted = count_pass(config, "single")
-    assert 0 <= allocated(forward).left - (counted.activations + counted.loss) < SCALARS
+    counted = count_passes(config, Share(), "single")
+    assert 0 <= allocated(forward).left - (kept_bytes(config, counted) + counted.loss) < SCALARS
 
 
-def local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def held_bytes(engine: TorchEngine) -> dict[str, int]:
-    """Of weights, gradients and moments, after a micro-batch."""
-    moments = [value for name, value in engine.tensors().items() if name.startswith("optimizer.")]
-    gradients = [p.grad for p in engine.parameters.values() if p.grad is not None]
-    weights: list[Tensor] = list(engine.parameters.values())
-    kinds = {"weights": weights, "gradients": gradients, "moments": moments}
-    return {kind: sum(local(tensor).nbytes for tensor in tensors) for kind, tensors in kinds.items()}
-
-
-def peak_bytes(engine: TorchEngine, micro_batches: list[MicroBatch]) -> int:
-    """The most of tensors that micro-batches add to what the engine holds."""
-    gradients = [p.grad for p in engine.parameters.values() if p.grad is not None]
-    held = [*engine.parameters.values(), *gradients, *engine.tensors().values()]
-    with Peak([local(tensor) for tensor in held]) as peak:
-        engine.accumulate(micro_batches)
-    return peak.most
-
-
-def planned_bytes(config: Config, name: str, ranks: int) -> dict[str, int]:
-    return {part.name: part.bytes for part in memory(config, name, ranks)}
+def planned(config: Config, engine: str, ranks: int) -> Memory:
+    return estimate(config, engine, Mesh(data=ranks), Hardware()).memory[0]
 
 
 @pytest.fixture
@@ -161,15 +143,6 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[World]:
     dist.init_process_group("fake", rank=0, world_size=request.param, store=FakeStore())
     yield World(0, request.param, torch.device("cpu"), None, None)
     dist.destroy_process_group()
-
-
-def step_memory(config: Config, world: World) -> tuple[dict[str, int], int]:
-    """What an engine holds between micro-batches, and the most that a micro-batch adds."""
-    engine, batch = build_engine(config, world, 256), sequences(config)
-    assert isinstance(engine, TorchEngine)
-    engine.accumulate([MicroBatch(batch, 1.0)])
-    engine.accumulate([MicroBatch(batch, 1.0)])  # the first may allocate what stays
-    return held_bytes(engine), peak_bytes(engine, [MicroBatch(batch, 1.0)])
 
 
 PEAKS = [
@@ -190,9 +163,9 @@ def test_memory_of_one_process(case: tuple[str, str, str, str]):
     """State to the byte. The peak nearly: not all that is kept is there at once."""
     config = deeper(*case)
     held, most = step_memory(config, ALONE)
-    planned = planned_bytes(config, "single", 1)
-    assert {name: planned[name] for name in held} == held
-    assert 0.99 * most < sum(planned.values()) - sum(held.values()) < 1.15 * most
+    found = planned(config, "single", 1)
+    assert {name: getattr(found, name) for name in held} == held
+    assert 0.99 * most < found.total - sum(held.values()) < 1.15 * most
 
 
 WIDE: dict[str, Any] = {  # mostly weights, as a large model on many GPUs
@@ -214,13 +187,13 @@ SHARDED = {  # ranks (three divide almost none of its tensors), and how far the 
 @pytest.mark.parametrize(("ranks", "config", "above"), SHARDED.values(), ids=SHARDED, indirect=["ranks"])
 def test_memory_of_a_rank_of_fsdp2(ranks: World, config: Config, above: float):
     held, most = step_memory(config, ranks)
-    planned = planned_bytes(config, "fsdp2", ranks.size)
-    assert {name: planned[name] for name in held} == held
-    assert 0.99 * most < sum(planned.values()) - sum(held.values()) < above * most
-    whole = planned_bytes(config, "single", 1)["weights"]
+    found = planned(config, "fsdp2", ranks.size)
+    assert {name: getattr(found, name) for name in held} == held
+    assert 0.99 * most < found.total - sum(held.values()) < above * most
+    whole = planned(config, "single", 1).weights
     tensors = list(build_decoder(config.model, config.residual, device="meta").parameters())
     padding = sum((ranks.size - 1) * 4 * tensor[0].numel() for tensor in tensors)
-    assert whole <= ranks.size * planned["weights"] <= whole + padding
+    assert whole <= ranks.size * found.weights <= whole + padding
 
 
 @pytest.mark.parametrize(
@@ -235,17 +208,22 @@ def test_memory_of_a_rank_of_fsdp2(ranks: World, config: Config, above: float):
 def test_state_of_other_engines(engine: str, stage: int, bytes_per_parameter: float):
     config = tiny_config(train__precision="bf16", train__parallel__zero_stage=stage)
     count = parameters(build_decoder(config.model, config.residual, device="meta")).total
-    held = planned_bytes(config, engine, 8)
-    state = sum(size for name, size in held.items() if name not in ("activations", "loss", "work", "bucket"))
-    assert state == pytest.approx(bytes_per_parameter * count, rel=2e-3)
-    assert held.get("bucket", 0) == (2 * 500_000_000 if engine == "deepspeed" else 0)
+    held = planned(config, engine, 8)
+    buckets = 2 * 500_000_000 if engine == "deepspeed" else 0
+    state = sum(held[: Memory._fields.index("activations")])
+    assert state - buckets == pytest.approx(bytes_per_parameter * count, rel=2e-3)
+    assert held.reduced_gradients == (buckets or held.gradients)
+    assert held.total - state == planned(config, "fsdp2" if engine == "deepspeed" else "single", 1).total - sum(
+        planned(config, "fsdp2" if engine == "deepspeed" else "single", 1)[: Memory._fields.index("activations")]
+    )
 
 
 @pytest.mark.parametrize("forced", ["reference", "triton"])
 def test_a_plan_does_not_depend_on_where_it_is_made(forced: Any, monkeypatch: pytest.MonkeyPatch):
     """The operators of the machine that plans are not those of the machine that trains."""
     config = tiny_config(residual="dar-block")
-    wanted = count_pass(config, "single")
+    wanted = count_passes(config, Share(), "single")
+    count_passes.cache_clear()
     monkeypatch.setattr(dispatch, "FORCED", forced)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    assert count_pass(config, "single") == wanted
+    assert count_passes(config, Share(), "single") == wanted

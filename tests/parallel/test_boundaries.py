@@ -4,7 +4,8 @@ import itertools
 
 import pytest
 
-from dualres.parallel.history_cache import boundaries, cut
+from dualres.parallel.mesh import even_chunks
+from dualres.parallel.pipeline import boundaries
 
 SHAPES = list(itertools.product([2, 3, 4, 8], [1, 2, 3, 5], [1, 2, 3]))  # ranks, passes, blocks of a chunk
 
@@ -56,4 +57,4 @@ def test_without_history_one_state_crosses(ranks: int):
     ("blocks", "chunks", "wanted"), [(4, 4, [1] * 4), (7, 4, [2, 2, 2, 1]), (9, 2, [5, 4]), (5, 3, [2, 2, 1])]
 )
 def test_blocks_are_cut_as_even_as_can_be(blocks: int, chunks: int, wanted: list[int]):
-    assert cut(blocks, chunks) == wanted
+    assert even_chunks(blocks, chunks) == wanted

@@ -1,0 +1,218 @@
+"""The operators as pathways call them: fused kernels where the device has them, the equations elsewhere."""
+# B batch  T tokens  D width  J stored streams  O output streams  R history  U query sets  K updates
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from dualres.ops import autograd, checks, dispatch, reference
+from dualres.ops.arguments import GateLike, HyperReadArguments, Live, Norm, Prefix, ReadArguments, Route
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def no_autocast(function: Callable[P, T]) -> Callable[P, T]:
+    """Run `function` with autocast off: depth scores and gates are float32 inside a bfloat16 autocast region too."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        device = _device(args)
+        if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+            return function(*args, **kwargs)
+        with torch.autocast(device, enabled=False):
+            return function(*args, **kwargs)
+
+    return call
+
+
+class Equations:
+    """The equations, with autocast off."""
+
+    prefix = staticmethod(no_autocast(reference.prefix))
+    read = staticmethod(no_autocast(reference.read))
+    gated_read = staticmethod(no_autocast(reference.gated_read))
+    hyper_read = staticmethod(no_autocast(reference.hyper_read))
+    write = staticmethod(no_autocast(reference.write))
+    rms_norm = staticmethod(no_autocast(reference.rms_norm))
+
+
+def prefix(history: Sequence[Tensor], queries: Tensor, *, route: Route, eps: float) -> tuple[Prefix, ...]:
+    """Phase 1, once per block: what the history alone gives every query set.
+
+    history R × (J,B,T,D), queries (U,O,D) -> one `Prefix` per query set
+    """
+    _nonempty("history", history)
+    if dispatch.kind(history[0]) == "reference":
+        checks.prefix(history, queries, *route, exact=False)
+        return Equations.prefix(history, queries, route=route, eps=eps)
+    run = autograd.prefix if _recorded(history[0]) else autograd.run_prefix
+    found = run(_contiguous(history), _float32(queries), list(route.key), list(route.value), eps)
+    sets = len(queries)
+    return tuple(map(Prefix, found[:sets], found[sets : 2 * sets]))
+
+
+def read(
+    prefix: Prefix, live: Live | None, *, query: Tensor | None, route: Route, eps: float, norm: Norm | None
+) -> Tensor:
+    """Phase 2 without gates: the history merged with the live state, then the branch's norm if it is given.
+
+    query (1,D) -> (B,T,D)
+    """
+    if live is None and norm is None:
+        return prefix.retrieved.squeeze(0)
+    if live is not None and live.coefficients.requires_grad:
+        raise ValueError("live.coefficients require a gradient, and a read without gates takes them as constants")
+    given = _read_arguments(prefix, live, query, (), route, eps, norm)
+    if dispatch.kind(prefix.retrieved) == "reference":
+        checks.read(given, exact=False)
+        return Equations.read(prefix, live, query=query, route=route, eps=eps, norm=norm)
+    run = autograd.read if _recorded(prefix.retrieved) else autograd.run_read
+    return run(*_fit_for_kernel(given))[0]
+
+
+def gated_read(
+    prefix: Prefix,
+    live: Live | None,
+    *,
+    query: Tensor | None,
+    gates: Sequence[GateLike],
+    route: Route,
+    eps: float,
+    norm: Norm | None,
+) -> tuple[Tensor, Live]:
+    """Phase 2 of DAR: the branch input h = α⁰h⁰ + α¹h¹, and the live streams with the coefficients [M(ρ) C, β].
+
+    query (2,D), gates α, β and with a live state ρ -> (B,T,D), live streams that wait for the branch's output
+    """
+    given = _read_arguments(prefix, live, query, gates, route, eps, norm)
+    if dispatch.kind(prefix.retrieved) == "reference":
+        checks.read(given, exact=False)
+        return Equations.gated_read(prefix, live, query=query, gates=gates, route=route, eps=eps, norm=norm)
+    run = autograd.read if _recorded(prefix.retrieved) else autograd.run_read
+    h, next_coefficients = run(*_fit_for_kernel(given))
+    return h, Live(live.updates if live else (), next_coefficients)
+
+
+def hyper_read(
+    live: Live, *, gates: Sequence[GateLike], steps: int, eps: float, norm: Norm | None
+) -> tuple[Tensor, Live]:
+    """The branch input of mHC, Σ_j H_pre^j X^j, and the live streams with the coefficients [H_res C, H_post].
+
+    gates H_pre, H_post, H_res -> (B,T,D), live streams that wait for the branch's output
+    """
+    _nonempty("live.updates", live.updates)
+    weight, norm_eps = (None, 0.0) if norm is None else norm
+    given = HyperReadArguments(list(live.updates), live.coefficients, _flat(gates), weight, steps, eps, norm_eps)
+    if dispatch.kind(live.updates[0]) == "reference":
+        checks.hyper_read(given, exact=False)
+        return Equations.hyper_read(live, gates=gates, steps=steps, eps=eps, norm=norm)
+    fit = given._replace(
+        updates=_contiguous(given.updates),
+        coefficients=_float32(given.coefficients),
+        gates=[_float32(parameter) for parameter in given.gates],
+        norm=None if weight is None else _float32(weight),
+    )
+    run = autograd.hyper_read if _recorded(live.updates[0]) else autograd.run_hyper_read
+    h, next_coefficients = run(*fit)
+    return h, Live(live.updates, next_coefficients)
+
+
+def write(live: Live) -> Tensor:
+    """The live streams P^j = Σ_k C_k^j u_k as a state. -> (J,B,T,D)"""
+    _nonempty("live.updates", live.updates)
+    if dispatch.kind(live.updates[0]) == "reference":
+        checks.write(*live, exact=False)
+        return Equations.write(live)
+    run = autograd.write if _recorded(live.updates[0]) else autograd.run_write
+    return run(_contiguous(live.updates), _float32(live.coefficients))
+
+
+def rms_norm(stream: Tensor, norm: Norm | None) -> Tensor:
+    """A read of one stream and nothing else, then the branch's norm if it is given. (1,B,T,D) -> (B,T,D)"""
+    if norm is None:
+        return stream.squeeze(0)
+    if dispatch.kind(stream) == "reference":
+        checks.rms_norm(stream, norm.weight)
+        wide = reference.to_accumulation_dtype(stream.squeeze(0))
+        return Equations.rms_norm(wide, norm).to(stream.dtype)
+    unused = stream.new_empty(stream.shape[:-1], dtype=torch.float32)  # without a live state nothing is merged
+    return read(Prefix(stream, unused), None, query=None, route=Route((0,), (0,)), eps=0.0, norm=norm)
+
+
+@no_autocast
+def depth_weights(candidates: Sequence[Tensor], queries: Tensor, *, route: Route, eps: float) -> Tensor:
+    """`reference.depth_weights`."""
+    checks.prefix(candidates, queries, *route, exact=False, name="candidates")
+    return reference.depth_weights(candidates, queries, route, eps)
+
+
+@no_autocast
+def gate_logits(streams: Tensor, gate: GateLike, eps: float) -> Tensor:
+    """`reference.gate_logits`."""
+    checks.gate_logits(streams, _flat([gate]))
+    return reference.gate_logits(streams, gate, eps)
+
+
+def _recorded(tensor: Tensor) -> bool:
+    """Whether there may be a gradient or a graph to record; kernels are called directly where there is neither."""
+    return torch.is_grad_enabled() or torch.compiler.is_compiling() or type(tensor) is not Tensor
+
+
+def _read_arguments(
+    prefix: Prefix,
+    live: Live | None,
+    query: Tensor | None,
+    gates: Sequence[GateLike],
+    route: Route,
+    eps: float,
+    norm: Norm | None,
+) -> ReadArguments:
+    updates, coefficients = ([], None) if live is None else (list(live.updates), live.coefficients)
+    weight, norm_eps = (None, 0.0) if norm is None else norm
+    query = None if live is None else query
+    key, value = list(route.key), list(route.value)
+    return ReadArguments(*prefix, updates, coefficients, query, _flat(gates), weight, key, value, eps, norm_eps)
+
+
+def _fit_for_kernel(given: ReadArguments) -> ReadArguments:
+    """Streams contiguous, everything else float32 and contiguous."""
+    return given._replace(
+        retrieved=given.retrieved.contiguous(),
+        log_partition=_float32(given.log_partition),
+        updates=_contiguous(given.updates),
+        coefficients=None if given.coefficients is None else _float32(given.coefficients),
+        query=None if given.query is None else _float32(given.query),
+        gates=[_float32(gate) for gate in given.gates],
+        norm=None if given.norm is None else _float32(given.norm),
+    )
+
+
+def _flat(gates: Sequence[GateLike]) -> list[Tensor]:
+    return [parameter for gate in gates for parameter in (gate.weight, gate.scale, gate.bias)]
+
+
+def _contiguous(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [tensor.contiguous() for tensor in tensors]
+
+
+def _float32(tensor: Tensor) -> Tensor:
+    fits = tensor.dtype is torch.float32 and tensor.is_contiguous()
+    return tensor if fits else tensor.to(torch.float32).contiguous()
+
+
+def _nonempty(name: str, tensors: Sequence[Tensor]) -> None:
+    if len(tensors) == 0:
+        raise ValueError(f"{name} is empty: give at least one tensor")
+
+
+def _device(args: Sequence[object]) -> str:
+    """The device of the first tensor in arguments that may be bundles."""
+    first = args[0]
+    while not isinstance(first, Tensor):
+        assert isinstance(first, Sequence)
+        first = first[0]
+    return first.device.type

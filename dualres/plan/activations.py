@@ -1,0 +1,230 @@
+"""What one micro-batch keeps for its backward pass and sends, block by block: a rank's share of the real model runs on
+fake tensors, eagerly, with the fused operators of the pathways and the CPU's of everything else.
+
+Kept bytes are attributed to what created them. Branches create activations, which include their input; the states of a
+method with history are its history; whatever else a pathway keeps, and branch outputs, whose sums are live streams, is
+live. The state of a method without history is a live stream.
+"""
+# B batch  T tokens  D width  J streams
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from dualres.config.schema import Config
+from dualres.model.block import NormedBranch, ResidualBlock, recompute_blocks
+from dualres.model.decoder import Decoder
+from dualres.model.loss import chunked_cross_entropy, document_numbers
+from dualres.ops import dispatch
+from dualres.plan.live_bytes import LiveBytes
+from dualres.plan.local_model import LocalModel, RangeLoss, Share, local_model
+from dualres.residual.registry import places
+
+CASTING = {"fsdp2", "deepspeed"}  # run forward on bfloat16 weights; with the others autocast makes copies
+KEEPING = {"single", "ddp"}  # hold the gradients of all parameters until the step
+COUNTED = 3  # full blocks of a deep model; the last two say what a longer history adds
+
+
+class PartBytes(NamedTuple):
+    """Bytes of one part of the model, a block say, on one rank for one micro-batch."""
+
+    activations: int = 0  # kept for the backward pass, as are the next two
+    history: int = 0
+    live: int = 0
+    tensor: int = 0  # sent within the tensor group, forward and backward
+    experts: int = 0  # sent to other ranks' experts and back
+    work: int = 0  # at the peak of the backward pass, above what the forward pass has left
+
+    def plus(self, other: "PartBytes", times: int = 1) -> "PartBytes":
+        return PartBytes(*(a + times * b for a, b in zip(self, other, strict=True)))
+
+    @property
+    def kept(self) -> int:
+        return self.activations + self.history + self.live
+
+
+class Passes(NamedTuple):
+    """Forward and backward pass of one micro-batch on one rank, in bytes."""
+
+    shared: int  # tokens, rotary tables and mask, which every chunk of a pipeline makes for itself
+    start: PartBytes  # embedding, with H_0
+    blocks: tuple[PartBytes, ...]  # each with its state H_b
+    end: PartBytes  # readout and final norm
+    loss: int  # the gradients of hidden states and output weights
+    logits: int  # the peak of the loss, above all that is kept
+    stream: int  # one stream (B,T,D) of the rank's share of the sequence
+    streams: int  # J
+    keeps_history: bool
+
+    @property
+    def state(self) -> int:
+        """H_b: J streams."""
+        return self.stream * self.streams
+
+
+@functools.cache
+def passes_of(config: Config, share: Share, engine: str) -> Passes:
+    """As `count_passes`, from the first three blocks of a deep model and the last where it is a short one.
+
+    Beyond the first blocks, each adds what the last one did.
+    """
+    lengths = [place.branches for place in places(2 * config.model.layers, config.residual)]
+    short = [n for n in lengths[-1:] if n < lengths[0]]
+    branches = COUNTED * lengths[0] + sum(short)
+    missing = len(lengths) - COUNTED - len(short)
+    # Autocast drops the casts of the whole model at once.
+    autocast = config.train.precision == "bf16" and engine not in CASTING
+    if missing <= 0 or branches % 2 or config.model.read_eps is not None or autocast:
+        return count_passes(config, share, engine)
+    shallow = dataclasses.replace(config.model, layers=branches // 2)
+    counted = count_passes(dataclasses.replace(config, model=shallow), share, engine)
+    full, rest = counted.blocks[:COUNTED], counted.blocks[COUNTED:]
+    longer = full[-1].plus(full[-2], -1)  # what a history of one more state adds
+    added = (full[-1].plus(longer, times) for times in range(1, missing + 1))
+    return counted._replace(blocks=(*full, *added, *(block.plus(longer, missing) for block in rest)))
+
+
+@functools.cache
+def count_passes(config: Config, share: Share, engine: str) -> Passes:
+    """Run a micro-batch of `config` forward, and each block backward."""
+    train = config.train
+    local = local_model(config.model, config.residual, share)
+    bf16 = train.precision == "bf16"
+    if bf16 and engine in CASTING:
+        local.decoder.to(torch.bfloat16)
+    with dispatch.for_shapes(), FakeTensorMode(allow_non_fake_inputs=True):  # the meta parameters are not fake
+        local.decoder.to_empty(device="cpu")
+        recompute_blocks(local.decoder.stack, train.recompute)
+        autocast = bf16 and engine not in CASTING
+        precision = torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext()
+        return _count(local, config, precision, keep_gradients=engine in KEEPING)
+
+
+class BlockCall(NamedTuple):
+    """How a block or the readout was called, and what was kept before."""
+
+    history: list[tuple[torch.Size, torch.dtype]]  # of its states
+    context: dict[str, Any]
+    before: PartBytes
+
+
+def _count(
+    local: LocalModel, config: Config, precision: contextlib.AbstractContextManager[Any], *, keep_gradients: bool
+) -> Passes:
+    decoder, train, blocks = local.decoder, config.train, list(local.decoder.stack)
+    live = LiveBytes(decoder.parameters(), tag="activations")
+    with live, _watched(decoder, live) as calls:
+        with precision:  # what the objective does, in two halves
+            sequences = torch.zeros((train.micro_batch, config.model.context + 1), dtype=torch.long)
+            tokens, targets = sequences[:, :-1], sequences[:, 1:]
+            documents = document_numbers(tokens, 0) if train.documents == "isolate" else None
+            hidden = decoder.hidden(tokens, documents=documents)
+            ended = _kept(live).plus(PartBytes(hidden.nbytes), -1)
+            rows, weight = decoder.vocabulary.output_product(hidden)
+            if local.tensor.ranks > 1:
+                loss = RangeLoss.apply(rows, weight, targets, train.loss_rows)
+            else:
+                loss = chunked_cross_entropy(rows, weight, targets, train.loss_rows)
+            del hidden, rows, weight
+            with_loss = live.now
+        kept, peak = live.now, live.peak  # autocast has dropped the casts of weights that nothing else keeps
+    del loss
+    (shape, dtype), *_ = calls[blocks[0]].history
+    stream = shape[1:].numel() * dtype.itemsize
+    embedding = PartBytes(stream if shape[0] > 1 else 0)  # H_0 is a copy of it, and nothing keeps it
+    shared = sequences.nbytes + sum(tensor.nbytes for tensor in _shared_tensors(calls[blocks[0]].context))
+    edges = [calls[module].before for module in (*blocks, decoder.stack.readout)]
+    counted = []
+    for block, (before, after) in zip(blocks, pairwise(edges), strict=True):
+        sent = local.tensor.sent, local.experts.sent
+        work = _backward_work(block, calls[block], precision, keep_gradients=keep_gradients)
+        counted.append(
+            after.plus(before, -1)._replace(
+                tensor=local.tensor.sent - sent[0], experts=local.experts.sent - sent[1], work=work
+            )
+        )
+    return Passes(
+        shared=shared,
+        start=edges[0].plus(embedding, -1).plus(PartBytes(shared + with_loss - kept), -1),
+        blocks=tuple(counted),
+        end=ended.plus(edges[-1], -1).plus(embedding),
+        loss=with_loss - ended.kept,
+        logits=peak - kept,
+        stream=stream,
+        streams=shape[0],
+        keeps_history=blocks[0].pathway.keeps_history,
+    )
+
+
+def _kept(live: LiveBytes) -> PartBytes:
+    return PartBytes(**live.by_tag())
+
+
+@contextlib.contextmanager
+def _watched(decoder: Decoder, live: LiveBytes) -> Iterator[dict[nn.Module, BlockCall]]:
+    """Tag live bytes by what creates them, and record every call of a block and of the readout."""
+    calls: dict[nn.Module, BlockCall] = {}
+    blocks, readout = list(decoder.stack), decoder.stack.readout
+    states = "history" if blocks[0].pathway.keeps_history else "live"
+
+    def called(module: nn.Module, history: tuple[Tensor, ...], context: dict[str, Any]) -> None:
+        if not calls:  # H_0, which no block has made
+            live.retag(history[0], states)
+        calls[module] = BlockCall([(state.shape, state.dtype) for state in history], context, _kept(live))
+        live.tag = "live"
+
+    def closed(module: nn.Module, history: Any, out: Tensor) -> None:
+        live.tag = "activations"
+        if module is not readout:
+            live.retag(out, states)
+
+    def entered(module: nn.Module, given: tuple[Tensor, ...]) -> None:
+        live.tag = "activations"
+        live.retag(given[0], "activations")
+
+    def left(module: nn.Module, given: Any, update: Tensor) -> None:
+        live.tag = "live"
+        live.retag(update, "live")
+
+    hooks = []
+    for module in (*blocks, readout):
+        hooks.append(module.register_forward_pre_hook(called, with_kwargs=True))
+        hooks.append(module.register_forward_hook(closed))
+    for branch in (branch for block in blocks for branch in block.branches):
+        module = branch.module if isinstance(branch, NormedBranch) else branch
+        hooks += [module.register_forward_pre_hook(entered, prepend=True), module.register_forward_hook(left)]
+    yield calls
+    for hook in hooks:
+        hook.remove()
+
+
+def _backward_work(
+    block: ResidualBlock, call: BlockCall, precision: contextlib.AbstractContextManager[Any], *, keep_gradients: bool
+) -> int:
+    """The peak of a block's backward pass above what its forward pass has left, which runs first."""
+    states = [torch.zeros(shape, dtype=dtype, requires_grad=True) for shape, dtype in call.history]
+    older = [*block.parameters(), *states, *_shared_tensors(call.context)]
+    if keep_gradients:
+        for parameter in block.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+            older.append(parameter.grad)
+    with LiveBytes(older) as live:
+        with precision:
+            out = block(*states, **call.context)
+        left = live.now - out.nbytes
+        for state in states:  # what later blocks and the readout have sent back
+            state.grad = torch.zeros_like(state)
+        out.backward(torch.zeros_like(out))
+        return live.peak - left
+
+
+def _shared_tensors(context: dict[str, Any]) -> list[Tensor]:
+    """Rotary tables and mask, with which all blocks are called."""
+    return [value for value in vars(context["context"]).values() if isinstance(value, Tensor)]

@@ -1,0 +1,213 @@
+"""One pipeline rank of a mesh: its chunks of blocks, their weights as FSDP2 holds them, what arrives and what leaves.
+
+FSDP2 gathers a residual block at a time; what is in no block is the root's: vocabulary, readout and final norm.
+"""
+# J streams  P pipeline ranks  V chunks of a rank
+
+import functools
+import math
+from itertools import pairwise
+from typing import NamedTuple
+
+from torch import nn
+
+from dualres.config.schema import Config, ModelConfig, ResidualConfig
+from dualres.model.attention import Attention
+from dualres.model.decoder import Decoder
+from dualres.model.feedforward import FeedForward
+from dualres.model.moe import MoE
+from dualres.parallel.mesh import Mesh, chunk_sizes
+from dualres.parallel.pipeline import Boundary, boundaries, micro_batches
+from dualres.plan.activations import PartBytes, Passes
+from dualres.plan.local_model import Share, local_model
+from dualres.plan.pipeline_schedule import Action, actions
+
+
+class Weight(NamedTuple):
+    """One parameter on a rank, before FSDP2 shards it."""
+
+    shape: tuple[int, ...]
+    expert: bool  # of an expert that other ranks do not have: sharded over fewer ranks
+    whole: bool  # on every rank of a tensor group
+    vocabulary: bool
+    uneven: bool  # a range of a vocabulary that a tensor group does not divide
+
+    def ranks(self, mesh: Mesh) -> int:
+        """How many ranks FSDP2 shards it over."""
+        return mesh.rest if self.expert else mesh.data
+
+    def shard(self, mesh: Mesh) -> int:
+        """Elements on a rank, padded; no rank has more than the first."""
+        n = self.ranks(mesh)
+        along = 1 if self.uneven or (self.expert and self.shape[1] % n == 0) else 0
+        return -(-self.shape[along] // n) * (self.elements // self.shape[along])
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+
+Unit = tuple[Weight, ...]  # gathered together
+
+
+def elements(*units: Unit) -> int:
+    return sum(weight.elements for unit in units for weight in unit)
+
+
+class ModelUnits(NamedTuple):
+    """A rank's share of the weights of a model without a pipeline."""
+
+    blocks: tuple[Unit, ...]
+    embedding: Unit
+    output: Unit  # the same where they are tied
+    readout: Unit  # and the final norm
+    tied: bool
+
+
+@functools.cache
+def model_units(model: ModelConfig, residual: ResidualConfig, share: Share) -> ModelUnits:
+    decoder = local_model(model, residual, share).decoder
+    stack, vocabulary, cut = decoder.stack, decoder.vocabulary, _tensor_parallel(decoder)
+    moes = [module for module in decoder.modules() if isinstance(module, MoE)] if share.experts > 1 else []
+    experts = {id(weight) for moe in moes for weight in (moe.gate_up, moe.down)}
+    table = {id(p) for p in vocabulary.parameters()}
+    uneven = cut & table if model.vocab_size % share.tensor else set()
+
+    def unit(*parts: nn.Module | None) -> Unit:
+        return tuple(
+            Weight(tuple(p.shape), id(p) in experts, id(p) not in cut | experts, id(p) in table, id(p) in uneven)
+            for part in parts
+            if part is not None
+            for p in part.parameters()
+        )
+
+    tied = vocabulary.output is None
+    embedding = unit(vocabulary) if tied else unit(vocabulary.table, vocabulary.widen)
+    output = embedding if tied else unit(vocabulary.output, vocabulary.narrow)
+    return ModelUnits(tuple(map(unit, stack)), embedding, output, unit(stack.readout, decoder.norm), tied)
+
+
+def _tensor_parallel(decoder: Decoder) -> set[int]:
+    """The parameters that a tensor group divides."""
+    vocabulary = decoder.vocabulary
+    found: list[nn.Module | None] = [vocabulary.table, vocabulary.output]
+    for module in decoder.modules():
+        if isinstance(module, Attention):
+            found += [module.query, module.key, module.value, module.output]
+        elif isinstance(module, FeedForward):
+            found += [module.gate, module.up, module.down]
+    return {id(p) for module in found if module is not None for p in module.parameters()}
+
+
+class PlannedChunk(NamedTuple):
+    """Consecutive blocks on a pipeline rank; the whole model where there is no pipeline."""
+
+    number: int
+    blocks: range
+    arriving: Boundary | None  # None: it embeds
+    leaving: Boundary | None  # None: it reads out and computes the loss
+    units: tuple[Unit, ...]  # of its blocks
+    root: Unit
+    passes: Passes
+
+    @property
+    def weights(self) -> list[Weight]:
+        return [weight for unit in (*self.units, self.root) for weight in unit]
+
+    @property
+    def received(self) -> int:
+        """Bytes of the states that a micro-batch brings, and of the gradients that it sends back."""
+        return 0 if self.arriving is None else self._bytes(self.arriving.sent)
+
+    @property
+    def sent(self) -> int:
+        """Bytes of the states that leave, and of the gradients that come back."""
+        return 0 if self.leaving is None else self._bytes(self.leaving.sent)
+
+    @property
+    def left(self) -> int:
+        """Bytes of the gradients of cached states that a micro-batch leaves for an earlier chunk of the rank."""
+        return 0 if self.arriving is None else self._bytes(self.arriving.cached)
+
+    def _bytes(self, states: tuple[int, ...]) -> int:
+        """H_0 as one stream, others as J."""
+        return sum(self.passes.stream if state == 0 else self.passes.state for state in states)
+
+    @property
+    def loss(self) -> int:
+        """What the loss keeps here."""
+        return self.passes.loss if self.leaving is None else 0
+
+    @property
+    def kept(self) -> PartBytes:
+        """What a micro-batch keeps here for its backward pass, without what it has received and without the loss."""
+        passes = self.passes
+        found = PartBytes(passes.shared)
+        for b in self.blocks:
+            found = found.plus(passes.blocks[b])
+        if self.arriving is None:
+            found = found.plus(passes.start)
+        if self.leaving is None:
+            found = found.plus(passes.end)
+        several = passes.streams > 1 and passes.keeps_history
+        if several and self.arriving is not None:  # H_0 came as one stream
+            found = found.plus(PartBytes(history=passes.state))
+        if several and self.arriving is None and self.leaving is not None:  # and leaves so
+            found = found.plus(PartBytes(history=passes.stream))
+        return found
+
+
+class PipelineRank(NamedTuple):
+    """The first rank with its place in the pipeline, and all that a plan knows of it."""
+
+    config: Config
+    engine: str
+    mesh: Mesh
+    number: int
+    chunks: tuple[PlannedChunk, ...]
+    passes: Passes
+
+    @property
+    def weights(self) -> list[Weight]:
+        return [weight for chunk in self.chunks for weight in chunk.weights]
+
+    @property
+    def width(self) -> int:
+        """Bytes of an element in train.precision."""
+        return 2 if self.config.train.precision == "bf16" else 4
+
+    @property
+    def micro_batches(self) -> int:
+        return micro_batches(self.config.train.global_batch, self.config.train.micro_batch, self.mesh)
+
+    @property
+    def actions(self) -> tuple[Action, ...]:
+        return actions(self.mesh, self.micro_batches, self.number)
+
+    @property
+    def between_stages(self) -> int:
+        """Bytes of one micro-batch: states to the next pipeline rank, gradients to the one before."""
+        return sum(chunk.sent + chunk.received for chunk in self.chunks)
+
+
+def pipeline_ranks(
+    config: Config, engine: str, mesh: Mesh, passes: Passes, *, resend: bool = False
+) -> list[PipelineRank]:
+    """All places in the pipeline; `resend` is one in which no rank keeps anything, for comparison."""
+    sizes = chunk_sizes(config, mesh)
+    crossing = boundaries(sizes, mesh.pipeline, keeps_history=passes.keeps_history, resend=resend)
+    between: list[Boundary | None] = [None, *crossing, None]
+    model = model_units(config.model, config.residual, Share(mesh.tensor, mesh.expert_ranks))
+    chunks, start = [], 0
+    for number, (size, (arriving, leaving)) in enumerate(zip(sizes, pairwise(between), strict=True)):
+        root = model.embedding if arriving is None else ()
+        if leaving is None:
+            root += (() if arriving is None and model.tied else model.output) + model.readout
+        blocks = range(start, start + size)
+        units = model.blocks[blocks.start : blocks.stop]
+        chunks.append(PlannedChunk(number, blocks, arriving, leaving, units, root, passes))
+        start += size
+    return [
+        PipelineRank(config, engine, mesh, number, tuple(chunks[number :: mesh.pipeline]), passes)
+        for number in range(mesh.pipeline)
+    ]
