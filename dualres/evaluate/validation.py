@@ -1,4 +1,4 @@
-"""The loss on the held-out tokens of a prepared folder, by the windows and the mean that training validates with."""
+"""Validation loss on the held-out tokens of a prepared folder, as training computes it."""
 
 import dataclasses
 import math
@@ -19,28 +19,28 @@ from dualres.util.progress import Show, short, silent
 
 
 class ValidationScore(NamedTuple):
-    """The mean cross-entropy of the next token."""
+    """Mean cross-entropy of the next token."""
 
     loss: float  # nats per token
-    tokens: int  # that were predicted
+    tokens: int  # predicted
     context: int
-    content: str  # of the prepared folder: the same for the same tokens
+    content: str  # digest of the prepared folder
 
 
 def validation_loss(
-    subject: TrainedModel, data: Path, *, batch: Batch, tokens: int | None = None, show: Show = silent
+    model: TrainedModel, data: Path, *, batch: Batch, tokens: int | None = None, show: Show = silent
 ) -> ValidationScore:
-    """Of the `validation` split in the order of the text, in windows of the subject's context.
+    """On the `validation` split in the order of the text, in windows of the model's context.
 
-    At most `tokens` of them, in whole windows and at least one, as `train.validation_tokens` does; without it, all.
-    Packed as in training: a token sees its window, whatever documents are in it.
+    On at most `tokens` tokens in whole windows, at least one, like `train.validation_tokens`; None for all. Documents
+    are packed as in training: a token attends to its whole window.
     """
     if tokens is not None and tokens < 1:
-        raise ConfigError(f"{tokens} tokens are too few to validate on: use 1 or more, or leave it out for all")
+        raise ConfigError(f"{tokens} tokens are too few to validate on: use 1 or more, or omit it for all")
     index = shards.read_index(data)
-    subject.check_tokens(data)
-    shards.verify(data, dataclasses.replace(index, train=()), subject.vocab_size)
-    context = subject.context
+    model.check_tokens(data)
+    shards.verify(data, dataclasses.replace(index, train=()), model.vocab_size)
+    context = model.context
     loader = Loader(data, index, "validation", context, None)
     count = loader.windows_within(tokens)
     done, start = 0, time.monotonic()
@@ -49,15 +49,15 @@ def validation_loss(
         nonlocal done
         windows = [Window(number, row) for number, row in enumerate(sequences.numpy(), start=done + 1)]
         nats = 0.0
-        for values in batch.over(windows, lambda piece: window_nats(subject, piece)):
+        for values in batch.over(windows, lambda piece: window_nats(model, piece)):
             nats += math.fsum(values)
             done += len(values)
             rate = short(done * context / max(1e-9, time.monotonic() - start))
             show(f"validation  {short(done * context)}/{short(count * context)} tokens  {rate} tokens/s")
         if not math.isfinite(nats):
             raise DataError(
-                f"{subject.name} gives a loss of {nats} in windows {windows[0].document} to {done} of {data}: look at "
-                "its weights, or run it in another dtype, float32 say"
+                f"{model.name} has a loss of {nats} in windows {windows[0].document} to {done} of {data}: check its "
+                "weights, or use another dtype such as float32"
             )
         return nats
 

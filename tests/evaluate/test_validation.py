@@ -189,7 +189,7 @@ def test_no_tokens_are_refused(data: Path, tokens: int):
 def test_a_loss_that_is_not_finite_is_refused(data: Path):
     model = tiny_model(context=CONTEXT)
     model.network.lm_head.weight.data[:] = torch.nan
-    with pytest.raises(DataError, match="tiny gives a loss of nan in windows 1 to 2 of"):
+    with pytest.raises(DataError, match="tiny has a loss of nan in windows 1 to 2 of"):
         validation_loss(model, data, batch=Batch(2, CONTEXT))
 
 
