@@ -91,8 +91,10 @@ def test_whole_decoder(residual: str):
     assert not differing(outcome(decoder, compiled), wanted)
 
 
-@slow
-@pytest.mark.parametrize("residual", RESIDUALS)
+@pytest.mark.parametrize(
+    "residual",
+    [pytest.param(name, marks=slow if name == "dar-block" else pytest.mark.exhaustive) for name in RESIDUALS],
+)
 def test_deep_decoder(residual: str):
     options: dict[str, Any] = {"sinkhorn_steps": 20} if residual == "mhc-4" else {}  # the paper's, once
     decoder = blocks_of(residual, BLOCKS, **options)
