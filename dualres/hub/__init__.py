@@ -3,7 +3,7 @@
 open_model  the one way to open a run, an exported folder or a Hugging Face causal LM
 export      write a run as a Hugging Face folder or a Llama checkpoint, and import it again
 convert     put a Llama, Mistral or Qwen on another residual pathway with unchanged outputs
-hf_model    the decoder as a `PreTrainedModel`; hf_config and hf_tokenizer beside it
+hf_model    the decoder as a `PreTrainedModel`; hf_config beside it
 megatron    the residual pathways in a Megatron-Core GPT
 
 Importing this package registers dualres models with the Auto classes of `transformers`, where it is installed:

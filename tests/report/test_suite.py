@@ -40,7 +40,9 @@ def suite(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("suites") / "nano"
     for residual, seed in (("standard", 0), ("standard", 1), ("dar-block", 0)):
         train(data, out / f"nano-{residual}-seed{seed}", residual, train__seed=seed)
-    assert main([*BOTH, *arguments(data, out)]) == 0
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("OMP_NUM_THREADS", "1")  # as in this process: speeds compare at equal threads
+        assert main([*BOTH, *arguments(data, out)]) == 0
     return out
 
 

@@ -60,7 +60,7 @@ def test_rows_that_cannot_be_written(tmp_path: Path):
 
 def test_weights_and_biases_is_an_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'dualres\[wandb\]'"):
+    with pytest.raises(MissingExtraError, match=r"pip install -e '.\[wandb\]'"):
         Log(tmp_path, 0, print, wandb_project="p")
 
 
