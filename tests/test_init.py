@@ -1,6 +1,7 @@
 """`import dualres`: quick, without effects on the process, every public name there."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -12,7 +13,8 @@ PROCESS = "dict(os.environ), [type(finder).__name__ for finder in sys.meta_path]
 
 
 def run(program: str) -> str:
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    clean = {"PATH": os.environ["PATH"], "PYTHONPATH": os.getcwd()}  # what this process has set would not be noticed
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, env=clean)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
