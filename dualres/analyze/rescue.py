@@ -12,9 +12,9 @@ from torch import Tensor
 
 from dualres.analyze.taps import Change, replacing
 from dualres.model.attention import Context
-from dualres.model.block import ResidualBlock, after
+from dualres.model.block import ResidualBlock, after, embed
 from dualres.model.decoder import Decoder
-from dualres.residual.pathway import History, embed
+from dualres.residual.pathway import History
 from dualres.util.progress import Show, silent
 
 FLOOR = 1e-12

@@ -12,7 +12,7 @@ from dualres.config.schema import ResidualConfig
 from dualres.model.activation_checkpointing import KEPT, Recompute
 from dualres.ops import Norm
 from dualres.residual import registry
-from dualres.residual.pathway import History, Pathway, embed
+from dualres.residual.pathway import History, Pathway
 
 FORMS_OF_A_BLOCK = 8  # training, validation, another shape, …: as many as PyTorch grants one function
 
@@ -120,6 +120,13 @@ class ResidualStack(nn.Module):
         for block in self:
             history = after(block, history, **context)
         return self.readout(*history)
+
+
+def embed(embedding: Tensor, streams: int) -> History:
+    """H_0: the embedding in each of J streams. (B,T,D), or any other token axes -> one state (J,B,T,D)"""
+    if embedding.ndim == 0:
+        raise ValueError("the embedding is a single number: it must be (…, width)")
+    return (embedding.expand(streams, *embedding.shape).contiguous(),)
 
 
 def after(block: ResidualBlock, history: History, **context: Any) -> History:

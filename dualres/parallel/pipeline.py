@@ -19,11 +19,10 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 from torch.distributed.pipelining.stage import _RecvInfo
 
 from dualres.model.attention import RouterReport, causal_mask
-from dualres.model.block import ResidualBlock, after
+from dualres.model.block import ResidualBlock, after, embed
 from dualres.model.decoder import Vocabulary
 from dualres.model.loss import Objective
 from dualres.parallel.mesh import Mesh
-from dualres.residual.pathway import embed
 
 # A state that is cached and sent is a view, and nothing changes a state in place.
 warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")

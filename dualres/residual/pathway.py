@@ -133,10 +133,3 @@ class LastState(nn.Module):
     def depth_weights(self, history: History) -> Tensor | None:
         """Lens for analysis: the output reads the last state alone."""
         return None
-
-
-def embed(embedding: Tensor, streams: int) -> History:
-    """H_0: the embedding in each of J streams. (B,T,D), or any other token axes -> one state (J,B,T,D)"""
-    if embedding.ndim == 0:
-        raise ValueError("the embedding is a single number: it must be (…, width)")
-    return (embedding.expand(streams, *embedding.shape).contiguous(),)

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from dualres import ops
-from dualres.model.block import residual_stack
+from dualres.model.block import embed, residual_stack
 from dualres.ops import GateParameters, Live, Norm, Prefix, Route
 from dualres.residual.live import of_streams
-from dualres.residual.pathway import embed
 from dualres.residual.registry import METHODS
 
 WIDTH, TOKENS = 8, (2, 3)

@@ -10,9 +10,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor, nn
 
-from dualres.model.block import extended, fitting
+from dualres.model.block import embed, extended, fitting
 from dualres.model.decoder import reset_part
-from dualres.residual.pathway import History, Pathway, embed
+from dualres.residual.pathway import History, Pathway
 from dualres.train.recipe import optimizer_groups
 
 UNDECAYED = "residual_without_decay"  # attribute of parameters without weight decay, whatever their shape
