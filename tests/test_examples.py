@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
@@ -40,6 +42,7 @@ def test_ten_changed_lines():
     assert not [line for line in unmarked if line.strip() and '"""' not in line and line not in before]
 
 
+@pytest.mark.slow
 def test_every_method():
     text = run("every_method.py", "--batch", "1", "--rounds", "1")
     for name in ("standard", "mhc-4", "attnres-full", "dar-block", "dar-crossv"):

@@ -93,6 +93,7 @@ def test_a_method_with_a_new_option_is_one_file_and_one_row(tmp_path: Path, caps
         registry.resolve(ResidualConfig("highway", gate_bia=1))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("highway")
 def test_the_example_compiles_and_rounds_as_the_docs_say():
     config = load_config("nano", "standard", ["residual.method=highway"])

@@ -142,7 +142,7 @@ def test_blocks_under_autocast():
     assert not differing(outcome(decoder, decoder, autocast=True), wanted, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("residual", ["standard", "dar-block"])
+@pytest.mark.parametrize("residual", [pytest.param("standard", marks=slow), "dar-block"])
 def test_other_shapes(residual: str):
     """A second batch and length make PyTorch compile for any; a batch of one is special to it."""
     decoder = blocks_of(residual, 2)
@@ -174,7 +174,7 @@ def test_inductor_around_kernels(residual: str):
 
 BY_BLOCK = [
     pytest.param("standard", "aot_eager", id="standard-aot_eager"),
-    pytest.param("dar-block", "eager", id="dar-block-eager"),
+    pytest.param("dar-block", "eager", id="dar-block-eager", marks=slow),
     pytest.param("dar-block", "aot_eager", id="dar-block-aot_eager", marks=slow),
     pytest.param("attnres-block", "aot_eager", id="attnres-block-aot_eager", marks=slow),
 ]

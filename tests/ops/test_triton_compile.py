@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("triton")
 TARGETS = ["sm_80", "sm_90", "sm_100", "gfx942"]
 WIDTHS = [640, 1024, 1280, 2048, 4096]
-QUICK = {("sm_90", "bfloat16", 640), ("sm_90", "bfloat16", 4096)}
+QUICK = {("sm_90", "bfloat16", 4096)}  # the widest rows need the most registers
 MATRIX = [(target, dtype, width) for target in TARGETS for dtype in ("bfloat16", "float32") for width in WIDTHS]
 KERNELS = {
     *("prefix._prefix", "prefix._products", "prefix._prefix_backward"),

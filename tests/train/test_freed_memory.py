@@ -46,6 +46,7 @@ def test_memory_that_was_freed_is_had_again_without_new_pages():
     assert works
 
 
+@pytest.mark.slow
 def test_the_settings_of_a_user_stay():
     pages, works = run(MALLOC_TOP_PAD_="0")
     assert pages > 50  # 211 MiB, also where a page has 2

@@ -182,8 +182,10 @@ def test_where_all_are_there_the_failed_one_may_finish_its_save(
 @pytest.mark.parametrize(
     ("others", "saving", "words"),
     [
-        pytest.param([0, 1, 3], False, "", id="all answer: someone wants to stop"),
-        pytest.param([0, 1], True, "", id="one writes a large file, and does not come to answer"),
+        pytest.param([0, 1, 3], False, "", id="all answer: someone wants to stop", marks=pytest.mark.slow),
+        pytest.param(
+            [0, 1], True, "", id="one writes a large file, and does not come to answer", marks=pytest.mark.slow
+        ),
         pytest.param([0, 1], False, "dualres, rank 2: rank 3 of 4 no longer responds: rank 2 stops too (", id="lost"),
     ],
 )
