@@ -4,7 +4,7 @@
 
 p(w | v) = λ_v · c(v,w)/c(v) + (1 − λ_v) · p(w), with λ_v = c(v) / (c(v) + κ · number of words seen after v) as Witten
 and Bell weigh it, and p(w) the add-one unigram. κ is the one that is best on the held-out tokens themselves, which
-favours the bigram model. Counts are of the same sequences that a run of that many tokens and that seed sees.
+favors the bigram model. Counts are of the same sequences that a run of that many tokens and that seed sees.
 """
 
 import argparse

@@ -72,7 +72,7 @@ def logits(weights: Weights, tokens: NDArray[np.int64], net: Network, looks: Seq
 
 
 def branch(weights: Weights, block: int, i: int, x: Array, net: Network) -> Array:
-    """u = f_ℓ(x) (T,D), normalisation included; attention and feed-forward alternate over the whole network."""
+    """u = f_ℓ(x) (T,D), normalization included; attention and feed-forward alternate over the whole network."""
     name = f"stack.blocks.{block}.branches.{i}"
     normed = np.array([rms_norm(x[t], net.eps) * weights[f"{name}.norm.weight"] for t in range(len(x))])
     if (block * net.branches_per_block + i) % 2 == 0:

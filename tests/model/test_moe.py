@@ -49,11 +49,11 @@ def route_by_input(moe: MoE) -> None:
         moe.router.weight.copy_(torch.eye(moe.experts, WIDTH))
 
 
-def routed_tokens(favourites: list[tuple[int, ...]]) -> Tensor:
-    """Token n prefers the experts `favourites[n % len]`, in this order, to all others. -> (3,13,D)"""
+def routed_tokens(favorites: list[tuple[int, ...]]) -> Tensor:
+    """Token n prefers the experts `favorites[n % len]`, in this order, to all others. -> (3,13,D)"""
     tokens = torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(1))
     for n in range(TOKENS):
-        for rank, expert in enumerate(favourites[n % len(favourites)]):
+        for rank, expert in enumerate(favorites[n % len(favorites)]):
             tokens[n, expert] = 5.0 - rank / 2
     return tokens.view(3, TOKENS // 3, WIDTH)
 
@@ -88,7 +88,7 @@ def watch_inputs(decoder: Decoder) -> list[tuple[MoE, Tensor]]:
 
 # The auxiliary loss
 
-ROUTINGS: dict[str, tuple[list[tuple[int, ...]], int]] = {  # favourites of the tokens, active experts
+ROUTINGS: dict[str, tuple[list[tuple[int, ...]], int]] = {  # favorites of the tokens, active experts
     "one pair takes all": ([(4, 1)], 2),
     "one expert takes all": ([(4,)], 1),
     "uniform": ([(0, 3), (4, 1), (2, 5)], 2),
@@ -97,17 +97,17 @@ ROUTINGS: dict[str, tuple[list[tuple[int, ...]], int]] = {  # favourites of the 
 }
 
 
-@pytest.mark.parametrize(("favourites", "active"), ROUTINGS.values(), ids=ROUTINGS)
-def test_aux_of_hand_set_routing(favourites, active):
+@pytest.mark.parametrize(("favorites", "active"), ROUTINGS.values(), ids=ROUTINGS)
+def test_aux_of_hand_set_routing(favorites, active):
     moe, report = moe_alone(active), RouterReport()
     route_by_input(moe)
-    tokens = routed_tokens(favourites)
+    tokens = routed_tokens(favorites)
     moe(tokens, context(report))
     wanted = numpy_aux(tokens, moe.router.weight, active)
     assert abs(float(report.losses[0]) / wanted - 1) < 1e-6
 
 
-HARD = 50.0  # a logit so large that softmax over all experts gives the favourites everything
+HARD = 50.0  # a logit so large that softmax over all experts gives the favorites everything
 UNEVEN = torch.tensor([4.0, 3.0, 1.0, 0.0, 2.0, 0.5])
 KNOWN = {
     "uniform assignments": (torch.stack([(1 + e) * UNEVEN.roll(e) for e in range(EXPERTS)]), 1.0),
@@ -241,11 +241,11 @@ LOADS: dict[str, tuple[list[tuple[int, ...]], int]] = {
 
 
 @pytest.mark.parametrize("dtype", FORWARD, ids=str)
-@pytest.mark.parametrize(("favourites", "active"), LOADS.values(), ids=LOADS)
-def test_no_token_is_dropped(favourites, active, dtype):
+@pytest.mark.parametrize(("favorites", "active"), LOADS.values(), ids=LOADS)
+def test_no_token_is_dropped(favorites, active, dtype):
     moe = moe_alone(active, dtype=dtype)
     route_by_input(moe)
-    tokens = routed_tokens(favourites).to(dtype).requires_grad_()
+    tokens = routed_tokens(favorites).to(dtype).requires_grad_()
     pull = torch.randn(tokens.shape, generator=torch.Generator().manual_seed(3)).to(dtype)
     exact = moe_alone(active, dtype=torch.float64)
     exact.load_state_dict(moe.state_dict())
