@@ -22,6 +22,7 @@ KERNELS = {
 }
 
 
+@pytest.mark.axes(target="sm_90", dtype="bfloat16", width=4096)
 @pytest.mark.parametrize(
     ("target", "dtype", "width"),
     [pytest.param(*row, marks=() if row in QUICK else pytest.mark.slow) for row in MATRIX],
