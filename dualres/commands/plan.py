@@ -1,16 +1,21 @@
-"""`dualres plan`: a mesh of GPUs for a model, and what it costs on it."""
+"""Choose or check a mesh of GPUs: memory, communication, speed.
+
+Plan the training of SCALE on RESIDUAL over N GPUs, beside standard, attnres-block and dar-block on the
+same mesh. Without --set train.parallel.… it chooses the fastest mesh that fits; with it, it checks that one.
+Nothing is started and no GPU is needed: it is an analytical estimate, not validated on GPUs.
+Exits with 1 if a given mesh does not fit.
+"""
 
 import argparse
 import dataclasses
 import json
-import math
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dualres.commands import arguments
-from dualres.config.loading import load_config, parse_overrides
-from dualres.config.schema import Config, ConfigError
+from dualres.config import Config, ConfigError, load_config
+from dualres.config.loading import parse_overrides
 from dualres.plan.hardware import GIB, Hardware
 from dualres.train.launch import launch_command
 from dualres.util.progress import Progress, Show
@@ -22,42 +27,34 @@ if TYPE_CHECKING:
 BESIDE = ("standard", "attnres-block", "dar-block")
 MOST_GPUS = 1_000_000
 CREDIBLE = 1e-9, 1e30  # numbers of hardware, in whatever unit
-OPTIONS = {  # field of Hardware -> option and what it is
-    "peak_flops": ("--peak-flops", "of a GPU, in the precision of the products"),
-    "utilization": ("--utilization", "share of them that products reach"),
-    "memory_bandwidth": ("--memory-bandwidth", "bytes per second of a GPU's own memory"),
-    "node_bandwidth": ("--node-bandwidth", "bytes per second of a GPU to its node"),
-    "network_bandwidth": ("--network-bandwidth", "bytes per second of a GPU to other nodes"),
+ASSUMED = {  # field of Hardware, and option: what it is
+    "peak_flops": "of a GPU, in the precision of the products",
+    "utilization": "share of them that products reach",
+    "memory_bandwidth": "bytes per second of a GPU's own memory",
+    "node_bandwidth": "bytes per second of a GPU to its node",
+    "network_bandwidth": "bytes per second of a GPU to other nodes",
 }
+EPILOG = f"""\
+{arguments.KNOWN}{arguments.OVERRIDES}
+examples:
+  dualres plan moe-7b dar-block --gpus 8 --gpu-memory 80
+  dualres plan moe-7b dar-block --gpus 8 --gpu-memory 80 --set train.parallel.tensor=2
+"""
 
 
-def add(commands: Any) -> None:
-    sub = arguments.command(
-        commands,
-        "plan",
-        "choose or check a mesh of GPUs: memory, communication, speed",
-        "Plan the training of SCALE on RESIDUAL over N GPUs, beside standard, attnres-block and dar-block on the\n"
-        "same mesh. Without --set train.parallel.… it chooses the fastest mesh that fits; with it, it checks that.\n"
-        "Nothing is started and no GPU is needed: it is an analytical estimate, not validated on GPUs.\n"
-        "Exits with 1 if a mesh that was given does not fit.",
-        f"{arguments.known()}{arguments.OVERRIDES}\n"
-        "examples:\n"
-        "  dualres plan moe-7b dar-block --gpus 8 --gpu-memory 80\n"
-        "  dualres plan moe-7b dar-block --gpus 8 --gpu-memory 80 --set train.parallel.tensor=2\n",
-    )
-    arguments.experiment(sub)
-    sub.add_argument("--gpus", metavar="N", type=int, required=True, help="how many there are")
-    sub.add_argument("--gpu-memory", metavar="GIB", type=float, required=True, help="of each")
-    sub.add_argument("--node-size", metavar="M", type=int, default=8, help="GPUs that share fast links (default 8)")
-    assumed = sub.add_argument_group("what is assumed of the hardware (defaults: an H100 SXM's data sheet)")
-    for field, (option, what) in OPTIONS.items():
-        default = Hardware._field_defaults[field]
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    arguments.add_experiment(parser)
+    parser.add_argument("--gpus", metavar="N", type=int, required=True, help="how many there are")
+    parser.add_argument("--gpu-memory", metavar="GIB", type=float, required=True, help="of each")
+    parser.add_argument("--node-size", metavar="M", type=int, default=8, help="GPUs that share fast links (default 8)")
+    assumed = parser.add_argument_group("what is assumed of the hardware (defaults: an H100 SXM's data sheet)")
+    for field, what in ASSUMED.items():
+        option, default = f"--{field.replace('_', '-')}", Hardware._field_defaults[field]
         assumed.add_argument(option, metavar="X", type=float, default=default, help=f"{what} (default {default:g})")
-    sub.add_argument("--json", action="store_true", help="print JSON instead of text")
-    sub.set_defaults(command=_plan)
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 
-def _plan(given: argparse.Namespace) -> int:
+def run(given: argparse.Namespace) -> int:
     from dualres.plan.plan import as_data, as_text
 
     progress = Progress(quiet=given.json)
@@ -95,47 +92,27 @@ def make_plan(given: argparse.Namespace, show: Show) -> "Plan":
             f"--set train.global_batch={config.train.micro_batch * mesh.data} or more, or a larger tensor or pipeline"
         )
     columns = {}
-    for name in (*BESIDE, *([given.residual] if given.residual not in BESIDE else [])):
+    for name in dict.fromkeys((*BESIDE, given.residual)):
         show(f"{mesh.describe()}: {name}")
         columns[name] = _column(config, engine, given, name, hardware)
     own = columns[given.residual]
     assert isinstance(own, MeshEstimate)  # else it was refused
-    line = launch_command(
-        given.scale,
-        given.residual,
-        [*given.set, *_settings(config, engine, given.set)],
-        processes=given.gpus,
-        node_size=given.node_size,
-    )
+    overrides = [*given.set, *_settings(config, engine, given.set)]
+    size = {"processes": given.gpus, "node_size": given.node_size}
+    line = launch_command(given.scale, given.residual, overrides, **size)
     return Plan(given.residual, columns, hardware, chosen, [check_memory(own, hardware)], line)
 
 
-def _settings(config: Config, engine: str, given: Sequence[str]) -> list[str]:
-    """Overrides for all that the plan has settled and the user has not."""
-    train, parallel = config.train, config.train.parallel
-    settings = {
-        "train.engine": engine,
-        "train.micro_batch": train.micro_batch,
-        "train.recompute": train.recompute,
-        "train.parallel.tensor": parallel.tensor,
-        "train.parallel.sequence_parallel": str(parallel.sequence_parallel).lower(),
-        "train.parallel.pipeline": parallel.pipeline,
-        "train.parallel.virtual_stages": parallel.virtual_stages,
-        "train.parallel.expert": parallel.expert,
-    }
-    named = {override.partition("=")[0] for override in given}
-    return [f"{key}={value}" for key, value in settings.items() if key not in named]
-
-
 def hardware_of(given: argparse.Namespace) -> Hardware:
-    """The options, which must be positive numbers."""
-    options = {"--gpus": given.gpus, "--gpu-memory": given.gpu_memory, "--node-size": given.node_size}
-    options |= {option: getattr(given, field) for field, (option, _) in OPTIONS.items()}
-    for option, value in options.items():
-        if not 0 < value < math.inf:
-            raise ConfigError(f"{option} {value} is not positive and finite: use a number above 0")
-        if not CREDIBLE[0] <= value <= CREDIBLE[1]:
-            raise ConfigError(f"{option} {value:g} is true of no hardware: use a number between 1e-9 and 1e30")
+    """The options as hardware, if they are possible."""
+    options = ("gpus", "gpu_memory", "node_size", *ASSUMED)
+    arguments.check_positive(given, *options)
+    for option in options:
+        if not CREDIBLE[0] <= getattr(given, option) <= CREDIBLE[1]:
+            raise ConfigError(
+                f"--{option.replace('_', '-')} {getattr(given, option):g} is true of no hardware: use a number between "
+                "1e-9 and 1e30"
+            )
     if given.utilization > 1:
         raise ConfigError(f"--utilization {given.utilization:g} is above 1, the whole peak: use 0.5, say")
     if given.gpus > MOST_GPUS:
@@ -145,7 +122,7 @@ def hardware_of(given: argparse.Namespace) -> Hardware:
             f"--gpus {given.gpus} are no whole nodes of --node-size {given.node_size}: use "
             f"{given.gpus // given.node_size * given.node_size}, or another --node-size"
         )
-    fields = {field: getattr(given, field) for field in OPTIONS}
+    fields = {field: getattr(given, field) for field in ASSUMED}
     return Hardware(memory=given.gpu_memory * GIB, node_size=given.node_size, **fields)
 
 
@@ -167,3 +144,20 @@ def _column(
         if name == given.residual:
             raise
         return str(error)
+
+
+def _settings(config: Config, engine: str, given: Sequence[str]) -> list[str]:
+    """Overrides for all that the plan has settled and the user has not."""
+    train, parallel = config.train, config.train.parallel
+    settings = {
+        "train.engine": engine,
+        "train.micro_batch": train.micro_batch,
+        "train.recompute": train.recompute,
+        "train.parallel.tensor": parallel.tensor,
+        "train.parallel.sequence_parallel": str(parallel.sequence_parallel).lower(),
+        "train.parallel.pipeline": parallel.pipeline,
+        "train.parallel.virtual_stages": parallel.virtual_stages,
+        "train.parallel.expert": parallel.expert,
+    }
+    named = {override.partition("=")[0] for override in given}
+    return [f"{key}={value}" for key, value in settings.items() if key not in named]
