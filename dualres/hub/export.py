@@ -9,19 +9,19 @@ from typing import Any, Literal
 
 import torch
 
-from dualres.config.schema import Config
+from dualres.config import Config
 from dualres.config.validation import build
 from dualres.data.shards import TOKENIZER
 from dualres.data.tokenizer import load as load_json_tokenizer
 from dualres.hub import llama, model_card
-from dualres.hub.model_folder import check_new, new_model_folder, write_model
+from dualres.hub.model_folder import check_new, write_model
 from dualres.hub.open_model import TrainedModel, open_model
 from dualres.model.decoder import Decoder
 from dualres.residual import registry
 from dualres.train import checkpoint as checkpoints
 from dualres.train import run_folder
 from dualres.train.process_group import World
-from dualres.util.atomic_files import write_json
+from dualres.util.atomic_files import new_folder, write_json
 from dualres.util.errors import ModelError
 from dualres.util.optional_dependencies import need
 
@@ -45,7 +45,7 @@ def export(
     model = opened.hf_model if form == "dualres" else _as_llama(opened)
     origin, measured = _history(record)
     text = model_card.card(opened.name, opened.decoder, origin, measured, out.name, form)
-    with new_model_folder(out) as folder:
+    with new_folder(out) as folder:
         write_model(model, opened.hf_tokenizer, text, folder)
         if (source / TOKENIZER).is_file():  # as it was: transformers adds to it
             shutil.copyfile(source / TOKENIZER, folder / TOKENIZER)
@@ -76,6 +76,7 @@ def _as_llama(opened: TrainedModel) -> Any:
 
 def import_run(folder: Path, out: Path) -> Path:
     """The inverse of `export`: a run's folder with one checkpoint, its weights and no optimizer state."""
+    check_new(out)
     opened = open_model(folder)
     record = run_record(opened)
     if opened.checkpoint is not None or record is None:
@@ -85,7 +86,7 @@ def import_run(folder: Path, out: Path) -> Path:
         )
     described, state = _described(folder, record, opened.decoder)
     tensors = {f"model.{name}": p.detach().float() for name, p in opened.decoder.named_parameters()}
-    with new_model_folder(out) as partial:
+    with new_folder(out) as partial:
         world = World(0, 1, torch.device("cpu"), None, None)
         writer = checkpoints.Checkpoints(partial / run_folder.CHECKPOINTS, world, 1, _refuse)
         writer.save(state["step"], tensors, {**state, "best_step": state["step"]})

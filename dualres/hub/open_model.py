@@ -13,11 +13,11 @@ import tokenizers
 import torch
 from torch import Tensor
 
-from dualres.config.schema import ConfigError
+from dualres.config import ConfigError
 from dualres.data import shards
 from dualres.data import tokenizer as our_tokenizers
 from dualres.data.tokenizer import Tokenizer, same_tokens
-from dualres.hub import safetensors_files
+from dualres.hub import register, safetensors_files
 from dualres.hub.model_folder import (
     CONFIG,
     MODEL_TYPE,
@@ -89,13 +89,11 @@ class TrainedModel:
 
     @property
     def device(self) -> torch.device:
-        own = isinstance(self.network, Decoder)
-        return next(self.network.parameters()).device if own else self.network.device
+        return next(self.network.parameters()).device
 
     @property
     def dtype(self) -> torch.dtype:
-        own = isinstance(self.network, Decoder)
-        return next(self.network.parameters()).dtype if own else self.network.dtype
+        return next(self.network.parameters()).dtype
 
     @property
     def vocab_size(self) -> int:
@@ -134,12 +132,9 @@ class TrainedModel:
 
     def encode(self, prompt: str) -> list[int]:
         """A prompt with what the tokenizer puts before a text; an empty one begins a document."""
-        if isinstance(tokenizer := self.require_tokenizer(), Tokenizer):
-            return tokenizer.encode(prompt) or [tokenizer.end_of_text]
-        beginnings = [token for token in (tokenizer.bos_token_id, *sorted(self.ends)) if token is not None]
-        tokens = list(tokenizer(prompt)["input_ids"] or beginnings[:1])
-        if not tokens:
-            raise ModelError(f"{self.folder} names no token to begin a text with: give a prompt")
+        tokenizer = self.require_tokenizer()
+        own = isinstance(tokenizer, Tokenizer)
+        tokens = (tokenizer.encode(prompt) if own else tokenizer(prompt)["input_ids"]) or [self.prefix]
         if max(tokens) >= self.vocab_size:
             raise ModelError(
                 f"the tokenizer of {self.folder} makes token {max(tokens)}, and the model has {self.vocab_size}: use "
@@ -213,13 +208,15 @@ def open_model(
     else:
         saved = read_saved(folder)
         if saved.config.get("model_type") != MODEL_TYPE and architectures == "any":
-            return _open_foreign(folder, where, dtype)
+            model = _open_saved(folder, dtype)
+            model.network.to(where)
+            return model
         decoder = check_saved(saved)
         if checkpoint != "last":
             raise ModelError(f"{folder} is an exported model, not a run: --checkpoint does not apply")
         if where.type == "meta":
             return TrainedModel(folder.resolve().name, folder, decoder, None, decoder.config.context)
-        model = _open_exported(folder)
+        model = _open_saved(folder, "auto")
     model.network.to(where, None if dtype == "auto" else getattr(torch, dtype)).eval()
     return model
 
@@ -287,19 +284,10 @@ def find_checkpoint(folder: Path, which: str) -> Path:
     return best
 
 
-def _open_exported(folder: Path) -> TrainedModel:
-    """A saved dualres model that was checked, in the dtype it was saved in."""
-    need("transformers", "hub", "a Hugging Face model")
-    from dualres.hub.hf_model import DualResForCausalLM
-
-    with read_by_transformers(folder):
-        model = DualResForCausalLM.from_pretrained(folder, dtype="auto")
-    return TrainedModel(folder.resolve().name, folder, model, load_tokenizer(folder), model.decoder.config.context)
-
-
-def _open_foreign(folder: Path, device: torch.device, dtype: str) -> TrainedModel:
-    """A causal LM that `transformers` has the code of. It rounds weights to `dtype`, and no tables of positions."""
+def _open_saved(folder: Path, dtype: str) -> TrainedModel:
+    """A model that `transformers` has the code of, or that is ours. It rounds weights to `dtype`, not positions."""
     transformers = need("transformers", "hub", "a Hugging Face model")
+    register()
     with read_by_transformers(folder):
         model, found = transformers.AutoModelForCausalLM.from_pretrained(
             folder,
@@ -321,7 +309,7 @@ def _open_foreign(folder: Path, device: torch.device, dtype: str) -> TrainedMode
     tokenizer = load_tokenizer(folder)
     known = [length for key in CONTEXT_KEYS if isinstance(length := getattr(model.config, key, None), int)]
     context = known[0] if known else int(min(getattr(tokenizer, "model_max_length", 2048), 2048))
-    return TrainedModel(folder.resolve().name, folder, model.to(device), tokenizer, context)
+    return TrainedModel(folder.resolve().name, folder, model, tokenizer, context)
 
 
 @torch.no_grad()
