@@ -12,10 +12,34 @@ from dualres.hub.megatron.layer import ResidualLayer
 
 
 class Form(NamedTuple):
-    """How tensors of the decoder become one Megatron parameter, sharded over the ranks of a group, and back."""
+    """How tensors of the decoder become one Megatron parameter, sharded over the ranks of a group, and back.
 
-    cut: Callable[[list[Tensor], int, int], Tensor]  # full tensors, rank, ranks -> the parameter of that rank
-    glue: Callable[[list[Tensor]], list[Tensor]]  # the parameters of all ranks -> full tensors
+    The tensors are cut along `dim` into groups, and each group has its part of every tensor, in `shares`.
+    """
+
+    dim: int | None = 0  # None: every rank has the whole tensor
+    shares: tuple[int, ...] = (1,)  # relative sizes of the tensors
+    groups: int | None = None  # None: one for each rank
+
+    def cut(self, tensors: list[Tensor], rank: int, ranks: int) -> Tensor:
+        """The parameter of one rank, of full tensors."""
+        if self.dim is None:
+            return tensors[0]
+        if self.groups is None:
+            return torch.cat([t.chunk(ranks, self.dim)[rank] for t in tensors], self.dim)
+        by_group = torch.cat([t.unflatten(self.dim, (self.groups, -1)) for t in tensors], self.dim + 1)
+        return by_group.chunk(ranks, self.dim)[rank].flatten(self.dim, self.dim + 1)
+
+    def glue(self, parts: list[Tensor]) -> list[Tensor]:
+        """The full tensors, of the parameters of all ranks."""
+        if self.dim is None:
+            return parts[:1]
+        by_group = torch.cat(parts, self.dim).unflatten(self.dim, (self.groups or len(parts), sum(self.shares), -1))
+        return [t.flatten(self.dim, self.dim + 2) for t in by_group.split(self.shares, self.dim + 1)]
+
+
+WHOLE, ROWS, COLUMNS = Form(None), Form(0), Form(1)
+GATED = Form(shares=(1, 1))  # each rank has its rows of gate, then those of up
 
 
 class Spot(NamedTuple):
@@ -24,40 +48,6 @@ class Spot(NamedTuple):
     form: Form
     ours: tuple[str, ...]
     expert: int | None = None  # local index
-
-
-def rows(dim: int) -> Form:
-    """One tensor, sharded along a dimension."""
-    return Form(lambda ours, rank, ranks: ours[0].chunk(ranks, dim)[rank], lambda parts: [torch.cat(parts, dim)])
-
-
-def _cut_gated(ours: list[Tensor], rank: int, ranks: int) -> Tensor:
-    return torch.cat([tensor.chunk(ranks)[rank] for tensor in ours])
-
-
-def _glue_gated(parts: list[Tensor]) -> list[Tensor]:
-    gates, ups = zip(*(part.chunk(2) for part in parts), strict=True)
-    return [torch.cat(gates), torch.cat(ups)]
-
-
-WHOLE = Form(lambda ours, rank, ranks: ours[0], lambda parts: parts[:1])
-ROWS, COLUMNS = rows(0), rows(1)
-GATED = Form(_cut_gated, _glue_gated)  # each rank has its rows of gate, then those of up
-
-
-def grouped(groups: int, heads: int) -> Form:
-    """Query, key and value, interleaved by query group: the group's queries, its key, its value."""
-    shared = heads // groups
-
-    def cut(ours: list[Tensor], rank: int, ranks: int) -> Tensor:
-        by_group = torch.cat([tensor.unflatten(0, (groups, -1)) for tensor in ours], 1)
-        return by_group.chunk(ranks)[rank].flatten(0, 1)
-
-    def glue(parts: list[Tensor]) -> list[Tensor]:
-        by_group = torch.cat(parts).unflatten(0, (groups, shared + 2, -1))
-        return [t.flatten(0, 2) for t in by_group.split([shared, 1, 1], 1)]
-
-    return Form(cut, glue)
 
 
 Table = dict[str, tuple[Any, ...]]
@@ -84,7 +74,9 @@ OUTSIDE = {
 
 
 def attention(config: Any) -> Table:
-    qkv = grouped(config.num_query_groups, config.num_attention_heads)
+    """Query, key and value are interleaved by query group: the group's queries, its key, its value."""
+    groups = config.num_query_groups
+    qkv = Form(shares=(config.num_attention_heads // groups, 1, 1), groups=groups)
     return {
         "input_layernorm.weight": NORM,
         "self_attention.linear_qkv.layer_norm_weight": NORM,
