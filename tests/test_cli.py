@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from docs import cli_page
 from dualres.cli import main
 from dualres.config.loading import names
 
@@ -110,6 +111,11 @@ def test_help(arguments: list[str], teaches: list[str], capsys: pytest.CaptureFi
     shown = capsys.readouterr().out
     assert [part for part in teaches if part not in shown] == []
     assert "docs/" not in shown, "an installed package has no docs"
+
+
+def test_the_reference_page_is_current():
+    committed = cli_page.PAGE.read_text(encoding="utf-8")
+    assert committed == cli_page.page(), "run python docs/cli_page.py"
 
 
 LIGHT = """
