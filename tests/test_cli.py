@@ -1,5 +1,6 @@
 """The command line as a user meets it."""
 
+import argparse
 import json
 import os
 import subprocess
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from docs import cli_page
-from dualres.cli import main
+from dualres.cli import main, make_parser
 from dualres.config.loading import names
 
 
@@ -110,7 +111,13 @@ def test_help(arguments: list[str], teaches: list[str], capsys: pytest.CaptureFi
     assert ended.value.code == 0
     shown = capsys.readouterr().out
     assert [part for part in teaches if part not in shown] == []
+
+
+@pytest.mark.parametrize(("name", "command"), make_parser()[1].items())
+def test_help_names_nothing_that_is_not_there(name: str, command: argparse.ArgumentParser):
+    shown = command.format_help()
     assert "docs/" not in shown, "an installed package has no docs"
+    assert "dualres[" not in shown, "dualres is on no package index"
 
 
 def test_the_reference_page_is_current():
