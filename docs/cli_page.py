@@ -33,8 +33,8 @@ INTRODUCTION = """\
 
 # Command line
 
-`dualres COMMAND --help` prints the same. Commands exit with 0 on success, 1 if a check or a run failed,
-2 for wrong input, and 130 if they were interrupted. `python -m dualres` is the same program.
+`dualres COMMAND --help` prints the same. A command exits with 0 on success, 1 if a check or a run
+failed, 2 for wrong input, and 130 if it was interrupted. `python -m dualres` is the same program.
 """
 
 
