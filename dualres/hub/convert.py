@@ -17,21 +17,8 @@ from torch import nn
 
 from dualres.config import ConfigError, ModelConfig, ResidualConfig
 from dualres.config.loading import load_residual
-from dualres.hub import llama, model_card, register, safetensors_files
-from dualres.hub.model_folder import (
-    CONFIG,
-    MODEL_TYPE,
-    NOT_LEARNED,
-    PREFIX,
-    Saved,
-    check_new,
-    empty_decoder,
-    load_tokenizer,
-    local_folder,
-    read_by_transformers,
-    read_saved,
-    write_model,
-)
+from dualres.hub import llama, model_card, model_folder, register, safetensors_files
+from dualres.hub.open_model import open_model
 from dualres.model.decoder import Decoder, build_decoder, part_generator, reset_part
 from dualres.residual import registry
 from dualres.residual.gates import Gate
@@ -82,9 +69,9 @@ def convert(
     """
     from dualres.hub.hf_model import DualResForCausalLM
 
-    check_new(out)
+    model_folder.check_new(out)
     register()
-    given = read_source(local_folder(source))
+    given = read_source(model_folder.local_folder(source))
     model, pathway = target(given, residual, overrides)
     decoder = decoder_of(given, model, pathway, seed, show)
     tokens = {name: value for name in TOKENS if (value := getattr(given.config, name, None)) is not None}
@@ -109,13 +96,13 @@ def convert(
     text = model_card.card(f"{name} on {pathway.method}", decoder, [origin], measured, out.name)
     show(f"writing {out}")
     with new_folder(out) as folder:
-        write_model(made, load_tokenizer(given.folder), text, folder)
+        model_folder.write_model(made, model_folder.load_tokenizer(given.folder), text, folder)
     return Converted(made, difference)
 
 
 def _generation(path: Path) -> Any:
     """The source's generation settings. Old ones set a temperature without sampling, which can no longer be saved."""
-    with read_by_transformers(path):
+    with model_folder.read_by_transformers(path):
         settings = transformers.GenerationConfig.from_pretrained(path.parent)
         try:
             settings.validate(strict=True)
@@ -127,26 +114,26 @@ def _generation(path: Path) -> Any:
 
 def read_source(folder: Path) -> Source:
     """A checkpoint of Llama's family, or a dualres model with the standard residual, checked and not loaded."""
-    saved = read_saved(folder)
+    saved = model_folder.read_saved(folder)
     kind = saved.config.get("model_type")
-    if kind != MODEL_TYPE and str(kind) not in llama.ARCHITECTURES:
+    if kind != model_folder.MODEL_TYPE and str(kind) not in llama.ARCHITECTURES:
         raise ModelError(f"{folder} is a {kind} model: dualres converts {', '.join(llama.ARCHITECTURES)}")
-    with read_by_transformers(folder / CONFIG):
+    with model_folder.read_by_transformers(folder / model_folder.CONFIG):
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        if kind == MODEL_TYPE:
+        if kind == model_folder.MODEL_TYPE:
             return Source(folder, config, *_ours(saved))
         try:
             model = llama.model_config(config, str(folder))
         except ConfigError as error:
             raise ModelError(f"{folder} does not fit our decoder: {error}") from None
     repeated = {"lm_head.weight"} if model.tied_embeddings else set()  # stored beside the table that it is
-    tensors = {k: v for k, v in saved.tensors.items() if k not in repeated and not k.endswith(NOT_LEARNED)}
+    tensors = {k: v for k, v in saved.tensors.items() if k not in repeated and not k.endswith(model_folder.NOT_LEARNED)}
     return Source(folder, config, model, tensors)
 
 
-def _ours(saved: Saved) -> tuple[ModelConfig, dict[str, safetensors_files.Stored]]:
+def _ours(saved: model_folder.Saved) -> tuple[ModelConfig, dict[str, safetensors_files.Stored]]:
     """Config and tensors of a dualres model, the tensors under Llama's names."""
-    decoder = empty_decoder(saved)
+    decoder = model_folder.empty_decoder(saved)
     model, method = decoder.config, decoder.residual_config.method
     for problem, wrong in (
         (f"the residual {method}", method != "standard"),
@@ -155,7 +142,7 @@ def _ours(saved: Saved) -> tuple[ModelConfig, dict[str, safetensors_files.Stored
     ):
         if wrong:
             raise ModelError(f"{saved.folder} has {problem}: only dense models with the standard residual convert")
-    names = {f"{PREFIX}{ours}": theirs for ours, theirs in llama.tensor_names(decoder).items()}
+    names = {f"{model_folder.PREFIX}{ours}": theirs for ours, theirs in llama.tensor_names(decoder).items()}
     return model, {names.get(name, name): stored for name, stored in saved.tensors.items()}
 
 
@@ -226,15 +213,12 @@ def _open_to_learning(part: nn.Module, name: str, seed: int) -> None:
 @torch.no_grad()
 def relative_difference(source: Source, made: Any) -> float:
     """Root mean square of the logits' difference over that of the source's, both computed in float32."""
-    with read_by_transformers(source.folder):
-        theirs = transformers.AutoModelForCausalLM.from_pretrained(
-            source.folder, dtype=torch.float32, use_safetensors=True
-        ).eval()
+    theirs = open_model(source.folder, dtype="float32", architectures="any")
     ours = made if made.dtype == torch.float32 else copy.deepcopy(made).float()
     rows, length = CHECKED
     shape = rows, min(length, made.config.max_position_embeddings)
     tokens = torch.randint(made.config.vocab_size, shape, generator=torch.Generator().manual_seed(0))
-    wanted = theirs(tokens).logits
+    wanted = theirs.logits(tokens)
     if not wanted.isfinite().all():
         raise ModelError(f"{source.folder} itself gives logits that are not finite: restore its weights")
     return float((ours(tokens).logits - wanted).square().mean().sqrt() / wanted.square().mean().sqrt())

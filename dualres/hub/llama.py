@@ -9,25 +9,21 @@ from dualres.config import ModelConfig, RopeScaling
 from dualres.model.decoder import Decoder
 from dualres.util.errors import ModelError
 
-BRANCHES = (  # of a layer; ours: theirs
+BRANCHES = (  # modules of a layer; ours: theirs
     {
-        "norm.weight": "input_layernorm.weight",
-        "module.query.weight": "self_attn.q_proj.weight",
-        "module.query.bias": "self_attn.q_proj.bias",
-        "module.key.weight": "self_attn.k_proj.weight",
-        "module.key.bias": "self_attn.k_proj.bias",
-        "module.value.weight": "self_attn.v_proj.weight",
-        "module.value.bias": "self_attn.v_proj.bias",
-        "module.output.weight": "self_attn.o_proj.weight",
-        "module.output.bias": "self_attn.o_proj.bias",
-        "module.query_norm.weight": "self_attn.q_norm.weight",
-        "module.key_norm.weight": "self_attn.k_norm.weight",
+        "norm": "input_layernorm",
+        "module.query": "self_attn.q_proj",
+        "module.key": "self_attn.k_proj",
+        "module.value": "self_attn.v_proj",
+        "module.output": "self_attn.o_proj",
+        "module.query_norm": "self_attn.q_norm",
+        "module.key_norm": "self_attn.k_norm",
     },
     {
-        "norm.weight": "post_attention_layernorm.weight",
-        "module.gate.weight": "mlp.gate_proj.weight",
-        "module.up.weight": "mlp.up_proj.weight",
-        "module.down.weight": "mlp.down_proj.weight",
+        "norm": "post_attention_layernorm",
+        "module.gate": "mlp.gate_proj",
+        "module.up": "mlp.up_proj",
+        "module.down": "mlp.down_proj",
     },
 )
 OUTSIDE = {
@@ -74,8 +70,10 @@ def tensor_names(decoder: Decoder) -> dict[str, str]:
     for b, block in enumerate(decoder.stack):
         for i, module in enumerate(block.branches):
             layer, kind = divmod(branch, 2)
-            for suffix, _ in module.named_parameters():
-                names[f"stack.blocks.{b}.branches.{i}.{suffix}"] = f"model.layers.{layer}.{BRANCHES[kind][suffix]}"
+            for name, _ in module.named_parameters():
+                part, _, tensor = name.rpartition(".")
+                theirs = f"model.layers.{layer}.{BRANCHES[kind][part]}.{tensor}"
+                names[f"stack.blocks.{b}.branches.{i}.{name}"] = theirs
             branch += 1
     return names
 
@@ -134,7 +132,7 @@ def window_of_attention(config: Any) -> int | None:
 
 def their_config(model: ModelConfig, name: str, **tokens: Any) -> tuple[str, dict[str, Any]]:
     """The architecture of the family that computes what a `standard` model does, and the fields of its config."""
-    fitting = [
+    fitting: list[tuple[str, dict[str, Any]]] = [
         (kind, {} if flag is None else {"attention_bias": flag})
         for kind, (biases, norms) in ARCHITECTURES.items()
         for flag, bias in biases.items()
