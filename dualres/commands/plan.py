@@ -21,7 +21,6 @@ from dualres.train.launch import launch_command
 from dualres.util.progress import Progress, Show
 
 if TYPE_CHECKING:
-    from dualres.plan.estimate import MeshEstimate
     from dualres.plan.plan import Plan
 
 BESIDE = ("standard", "attnres-block", "dar-block")
@@ -71,7 +70,7 @@ def run(given: argparse.Namespace) -> int:
 
 def make_plan(given: argparse.Namespace, show: Show) -> "Plan":
     """The plan that the arguments ask for."""
-    from dualres.plan.estimate import MeshEstimate
+    from dualres.plan.estimate import MeshEstimate, estimate
     from dualres.plan.plan import Plan
     from dualres.plan.search import check_memory, choose
     from dualres.train.engines.build import engine_mesh, engine_name
@@ -91,10 +90,22 @@ def make_plan(given: argparse.Namespace, show: Show) -> "Plan":
             f"{config.train.micro_batch} than the {mesh.data} data-parallel ranks of {mesh.describe()}: use "
             f"--set train.global_batch={config.train.micro_batch * mesh.data} or more, or a larger tensor or pipeline"
         )
-    columns = {}
+    columns: dict[str, MeshEstimate | str] = {}
     for name in dict.fromkeys((*BESIDE, given.residual)):
         show(f"{mesh.describe()}: {name}")
-        columns[name] = _column(config, engine, given, name, hardware)
+        is_own = name == given.residual
+        # --set residual.… belongs to the RESIDUAL of the command only.
+        overrides = [override for override in given.set if is_own or not override.startswith("residual.")]
+        residual = load_config(given.scale, name, overrides).residual
+        default = config.residual.default_branches_per_block  # belongs to the scale, not to the method
+        residual = dataclasses.replace(residual, default_branches_per_block=default)
+        try:
+            other = dataclasses.replace(config, residual=residual)
+            columns[name] = estimate(other, engine, engine_mesh(other, given.gpus), hardware)
+        except ConfigError as error:
+            if is_own:
+                raise
+            columns[name] = str(error)
     own = columns[given.residual]
     assert isinstance(own, MeshEstimate)  # else it was refused
     overrides = [*given.set, *_settings(config, engine, given.set)]
@@ -124,26 +135,6 @@ def hardware_of(given: argparse.Namespace) -> Hardware:
         )
     fields = {field: getattr(given, field) for field in ASSUMED}
     return Hardware(memory=given.gpu_memory * GIB, node_size=given.node_size, **fields)
-
-
-def _column(
-    config: Config, engine: str, given: argparse.Namespace, name: str, hardware: Hardware
-) -> "MeshEstimate | str":
-    """A residual on the mesh of `config`. --set residual.… belongs to the RESIDUAL of the command only."""
-    from dualres.plan.estimate import estimate
-    from dualres.train.engines.build import engine_mesh
-
-    overrides = given.set if name == given.residual else [key for key in given.set if not key.startswith("residual.")]
-    residual = load_config(given.scale, name, overrides).residual
-    default = config.residual.default_branches_per_block  # belongs to the scale, not to the method
-    residual = dataclasses.replace(residual, default_branches_per_block=default)
-    try:
-        other = dataclasses.replace(config, residual=residual)
-        return estimate(other, engine, engine_mesh(other, given.gpus), hardware)
-    except ConfigError as error:
-        if name == given.residual:
-            raise
-        return str(error)
 
 
 def _settings(config: Config, engine: str, given: Sequence[str]) -> list[str]:
