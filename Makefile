@@ -46,6 +46,7 @@ SCHEMA := $(BIN)/check-jsonschema --quiet --builtin-schema vendor.
 
 docs: $(VENV)/docs-installed ## the documentation as a site, in site/; a broken link or reference fails
 	$(BIN)/python docs/configuration_page.py
+	$(BIN)/python docs/cli_page.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 	$(SCHEMA)citation-file-format CITATION.cff
 	$(SCHEMA)github-workflows .github/workflows/*.yml

@@ -22,7 +22,6 @@ import transformers
 from lm_eval import evaluator
 from lm_eval.models.huggingface import HFLM
 
-from dualres.commands.arguments import hush
 from dualres.config.loading import load_config
 from dualres.data.tokenizer import train_bpe
 from dualres.evaluate import zero_shot
@@ -48,7 +47,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=2)
     given = parser.parse_args()
-    hush()
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
     torch.set_num_threads(given.threads)
     [documents] = task_documents(parse_tasks(given.task), given.tasks_from)
     with tempfile.TemporaryDirectory() as folder, zero_shot.quiet():

@@ -4,7 +4,6 @@ Command modules declare their arguments without importing torch; what runs a com
 """
 
 import argparse
-import difflib
 import errno
 import importlib
 import io
@@ -12,7 +11,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-from dualres.config.schema import ConfigError
+from dualres.config import ConfigError
+from dualres.config.validation import did_you_mean
 from dualres.util import optional_dependencies
 from dualres.util.errors import DataError, ModelError, TrainError
 from dualres.util.progress import say_as
@@ -60,6 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run() -> None:
     """The console script. A terminal that cannot show × or ρ gets a question mark."""
     optional_dependencies.on_demand = True
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # read by transformers when a command imports it
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
@@ -73,6 +75,25 @@ def _failed(what: object, code: int) -> int:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The arguments of a command; a wrong one exits with the usage of that command and the nearest right one."""
+    parser, commands = make_parser()
+    name = next((word for word in argv if not word.startswith("-")), None)
+    if name is not None and name not in commands:
+        parser.error("; ".join(filter(None, [f"there is no command {name}", did_you_mean(name, list(commands))])))
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown:
+        command = commands[arguments.name]
+        options = [option for action in command._actions for option in action.option_strings]
+        remedy = did_you_mean(unknown[0].split("=")[0], options)
+        command.error("; ".join(filter(None, [f"unrecognized arguments: {' '.join(unknown)}", remedy])))
+    return arguments
+
+
+def make_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """The parser, and those of the commands by name.
+
+    A command is a module of dualres.commands: the first line of its docstring is what `dualres --help` says of it, the
+    rest and EPILOG are its own help; `add_arguments` declares its arguments, and `run` runs it.
+    """
     parser = argparse.ArgumentParser(
         prog="dualres",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -81,19 +102,16 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--version", action="version", version=f"dualres {VERSION}")
     commands = parser.add_subparsers(metavar="COMMAND", dest="name", required=True)
-    for module in COMMANDS.values():
-        importlib.import_module(f"dualres.commands.{module}").add(commands)
-    name = next((word for word in argv if not word.startswith("-")), None)
-    if name is not None and name not in COMMANDS:
-        parser.error(f"there is no command {name}{_nearest(name, COMMANDS)}")
-    arguments, unknown = parser.parse_known_args(argv)
-    if unknown:
-        command = commands.choices[arguments.name]
-        options = [option for action in command._actions for option in action.option_strings]
-        command.error(f"unrecognized arguments: {' '.join(unknown)}{_nearest(unknown[0].split('=')[0], options)}")
-    return arguments
-
-
-def _nearest(word: str, known: Sequence[str] | dict[str, str]) -> str:
-    near = difflib.get_close_matches(word, known, 1)
-    return f"; did you mean {near[0]}?" if near else ""
+    for name, module in COMMANDS.items():
+        command = importlib.import_module(f"dualres.commands.{module}")
+        summary, _, description = (command.__doc__ or "").partition("\n\n")
+        own = commands.add_parser(
+            name,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            help=summary.rstrip("."),
+            description=description,
+            epilog=command.EPILOG,
+        )
+        command.add_arguments(own)
+        own.set_defaults(command=command.run)
+    return parser, commands.choices

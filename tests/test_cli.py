@@ -1,5 +1,6 @@
 """The command line as a user meets it."""
 
+import argparse
 import json
 import os
 import subprocess
@@ -8,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from dualres.cli import main
+from docs import cli_page
+from dualres.cli import main, make_parser
 from dualres.config.loading import names
 
 
@@ -109,7 +111,18 @@ def test_help(arguments: list[str], teaches: list[str], capsys: pytest.CaptureFi
     assert ended.value.code == 0
     shown = capsys.readouterr().out
     assert [part for part in teaches if part not in shown] == []
+
+
+@pytest.mark.parametrize(("name", "command"), make_parser()[1].items())
+def test_help_names_nothing_that_is_not_there(name: str, command: argparse.ArgumentParser):
+    shown = command.format_help()
     assert "docs/" not in shown, "an installed package has no docs"
+    assert "dualres[" not in shown, "dualres is on no package index"
+
+
+def test_the_reference_page_is_current():
+    committed = cli_page.PAGE.read_text(encoding="utf-8")
+    assert committed == cli_page.page(), "run python docs/cli_page.py"
 
 
 LIGHT = """

@@ -30,6 +30,12 @@ def test_using_it_changes_nothing_either():
     run(f"import os, sys, warnings, torch\nbefore = {PROCESS}\n{use}\nassert before == ({PROCESS})")
 
 
+def test_public_names_import_no_compiler():
+    """Nor Hugging Face: triton and numba are for the operators that run compiled, and take a fifth of torch's time."""
+    use = "import dualres\nfor name in dualres.__all__: getattr(dualres, name)"
+    run(f"import sys\n{use}\nassert not {{'triton', 'numba', 'transformers'}} & set(sys.modules)")
+
+
 def test_names_are_listed_and_found():
     listed = json.loads(run("import dualres, json; print(json.dumps([n for n in dir(dualres) if n[0] != '_']))"))
     assert set(dualres.__all__) <= set(listed)

@@ -1,11 +1,14 @@
-"""Arguments that several commands share: the scale, residual and overrides that define an experiment."""
+"""Arguments that several commands share, and their checks."""
 
 import argparse
-from typing import Any
+import math
+from collections.abc import Sequence
+from pathlib import Path
 
+from dualres.config import ConfigError
 from dualres.config.loading import names
-from dualres.util.optional_dependencies import need
 
+KNOWN = f"scales:     {', '.join(names('scale'))}\nresiduals:  {', '.join(names('residual'))}\n"
 OVERRIDES = """
 overrides:
   --set changes any key of the scale and residual files and may be repeated:
@@ -13,38 +16,45 @@ overrides:
 """
 
 
-def command(commands: Any, name: str, help: str, description: str, epilog: str) -> argparse.ArgumentParser:
-    """A command whose help keeps its line breaks."""
-    return commands.add_parser(
-        name,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        help=help,
-        description=description,
-        epilog=epilog,
-    )
+def add_experiment(parser: argparse.ArgumentParser) -> None:
+    """SCALE, RESIDUAL and --set, which define an experiment."""
+    parser.add_argument("scale", metavar="SCALE", help="name of a scale, or path to a YAML file")
+    parser.add_argument("residual", metavar="RESIDUAL", help="name of a residual, or path to a YAML file")
+    add_overrides(parser)
 
 
-def known() -> str:
-    """The scales and residuals that ship with dualres."""
-    return f"scales:     {', '.join(names('scale'))}\nresiduals:  {', '.join(names('residual'))}\n"
+def add_overrides(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], help="change a key; may be repeated")
 
 
-def experiment(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("scale", metavar="SCALE", help="name of a scale, or path to a YAML file")
-    sub.add_argument("residual", metavar="RESIDUAL", help="name of a residual, or path to a YAML file")
-    overrides(sub)
+def add_checkpoint(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--checkpoint", choices=("last", "best"), default="last", help="of a run (default last)")
 
 
-def overrides(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], help="change a key; may be repeated")
+def check_positive(given: argparse.Namespace, *options: str) -> None:
+    """Refuse numbers that are not positive and finite; options that were not given pass."""
+    for option in options:
+        value = getattr(given, option)
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError(f"--{option.replace('_', '-')} {value} is not positive and finite: use a positive number")
 
 
-def checkpoint(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("--checkpoint", choices=("last", "best"), default="last", help="of a run (default last)")
+def check_seed(given: argparse.Namespace) -> None:
+    if not 0 <= given.seed < 2**63:
+        raise ConfigError(f"--seed {given.seed}: use a number from 0 to 2^63 - 1")
 
 
-def hush() -> None:
-    """Silence the progress bars and warnings of transformers."""
-    logging = need("transformers", "hub", "this command").utils.logging
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
+def parse_models(texts: Sequence[str]) -> dict[str, str]:
+    """NAME=PATH or PATH, by the name that tables use. Names must differ."""
+    models: dict[str, str] = {}
+    for text in texts:
+        name, equals, path = text.partition("=")
+        if not equals or Path(text).exists():
+            name, path = Path(text).resolve().name if Path(text).exists() else text.split("/")[-1], text
+        name = " ".join(name.split())
+        if not name or not path:
+            raise ConfigError(f"MODEL {text!r} has no {'path' if name else 'name'}: use NAME=PATH, or PATH")
+        if name in models:
+            raise ConfigError(f"two models are called {name}, {models[name]} and {path}: use NAME=PATH for one")
+        models[name] = path
+    return models

@@ -1,28 +1,24 @@
-"""`dualres describe`: what a model is made of and what it costs."""
+"""Show the structure, parameters, FLOPs and residual state of one model.
+
+Show how SCALE on RESIDUAL is built and what it costs. The model is built on the meta device, which takes
+seconds and no memory at any scale.
+"""
 
 import argparse
 import json
-from typing import Any
 
 from dualres.commands import arguments
+from dualres.config import load_config
+
+EPILOG = f"{arguments.KNOWN}{arguments.OVERRIDES}\nexample:\n  dualres describe 1b dar-block"
 
 
-def add(commands: Any) -> None:
-    sub = arguments.command(
-        commands,
-        "describe",
-        "structure, parameters, flops and residual state of one model",
-        "Show how SCALE on RESIDUAL is built and what it costs. Builds it on the meta device, so it takes\n"
-        "seconds and no memory, whatever the scale.",
-        f"{arguments.known()}{arguments.OVERRIDES}\nexample:\n  dualres describe 1b dar-block",
-    )
-    arguments.experiment(sub)
-    sub.add_argument("--json", action="store_true", help="print JSON instead of text")
-    sub.set_defaults(command=_describe)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    arguments.add_experiment(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 
-def _describe(given: argparse.Namespace) -> int:
-    from dualres.config.loading import load_config
+def run(given: argparse.Namespace) -> int:
     from dualres.plan import describe
 
     described = describe.describe(load_config(given.scale, given.residual, given.set))

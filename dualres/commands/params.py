@@ -1,27 +1,21 @@
-"""`dualres params`: the paper's parameter tables, checked against the models."""
+"""Compare the paper's parameter tables with the models.
+
+Build every model of the paper's two parameter tables on the meta device, count its parameters,
+and compare with the printed numbers to the last digit. Exits with 1 if any differs.
+"""
 
 import argparse
 import json
 import sys
-from typing import Any
 
-from dualres.commands import arguments
-
-
-def add(commands: Any) -> None:
-    sub = arguments.command(
-        commands,
-        "params",
-        "the paper's parameter tables, ours beside them",
-        "Build every model of the paper's two parameter tables on the meta device, count its parameters,\n"
-        "and compare with the printed numbers to the last digit. Exits with 1 if any differs.",
-        "",
-    )
-    sub.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    sub.set_defaults(command=_params)
+EPILOG = "example:\n  dualres params --json"
 
 
-def _params(given: argparse.Namespace) -> int:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+
+
+def run(given: argparse.Namespace) -> int:
     from dualres.plan import parameter_tables
 
     rows = parameter_tables.compare()

@@ -1,63 +1,59 @@
-"""`dualres plan`: a mesh of GPUs for a model, and what it costs on it."""
+"""Choose or check a mesh of GPUs: memory, communication, speed.
+
+Plan the training of SCALE on RESIDUAL over N GPUs, beside standard, attnres-block and dar-block on the
+same mesh. Without --set train.parallel.… it chooses the fastest mesh that fits; with it, it checks that one.
+Nothing is started and no GPU is needed: it is an analytical estimate, not validated on GPUs.
+Exits with 1 if a given mesh does not fit.
+"""
 
 import argparse
 import dataclasses
 import json
-import math
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dualres.commands import arguments
-from dualres.config.loading import load_config, parse_overrides
-from dualres.config.schema import Config, ConfigError
+from dualres.config import Config, ConfigError, load_config
+from dualres.config.loading import parse_overrides
 from dualres.plan.hardware import GIB, Hardware
 from dualres.train.launch import launch_command
 from dualres.util.progress import Progress, Show
 
 if TYPE_CHECKING:
-    from dualres.plan.estimate import MeshEstimate
     from dualres.plan.plan import Plan
 
 BESIDE = ("standard", "attnres-block", "dar-block")
 MOST_GPUS = 1_000_000
 CREDIBLE = 1e-9, 1e30  # numbers of hardware, in whatever unit
-OPTIONS = {  # field of Hardware -> option and what it is
-    "peak_flops": ("--peak-flops", "of a GPU, in the precision of the products"),
-    "utilization": ("--utilization", "share of them that products reach"),
-    "memory_bandwidth": ("--memory-bandwidth", "bytes per second of a GPU's own memory"),
-    "node_bandwidth": ("--node-bandwidth", "bytes per second of a GPU to its node"),
-    "network_bandwidth": ("--network-bandwidth", "bytes per second of a GPU to other nodes"),
+ASSUMED = {  # field of Hardware, and option: what it is
+    "peak_flops": "of a GPU, in the precision of the products",
+    "utilization": "share of them that products reach",
+    "memory_bandwidth": "bytes per second of a GPU's own memory",
+    "node_bandwidth": "bytes per second of a GPU to its node",
+    "network_bandwidth": "bytes per second of a GPU to other nodes",
 }
+EPILOG = f"""\
+{arguments.KNOWN}{arguments.OVERRIDES}
+examples:
+  dualres plan moe-7b dar-block --gpus 8 --gpu-memory 80
+  dualres plan moe-7b dar-block --gpus 8 --gpu-memory 80 --set train.parallel.tensor=2
+"""
 
 
-def add(commands: Any) -> None:
-    sub = arguments.command(
-        commands,
-        "plan",
-        "choose or check a mesh of GPUs: memory, communication, speed",
-        "Plan the training of SCALE on RESIDUAL over N GPUs, beside standard, attnres-block and dar-block on the\n"
-        "same mesh. Without --set train.parallel.… it chooses the fastest mesh that fits; with it, it checks that.\n"
-        "Nothing is started and no GPU is needed: it is an analytical estimate, not validated on GPUs.\n"
-        "Exits with 1 if a mesh that was given does not fit.",
-        f"{arguments.known()}{arguments.OVERRIDES}\n"
-        "examples:\n"
-        "  dualres plan moe-7b dar-block --gpus 8 --gpu-memory 80\n"
-        "  dualres plan moe-7b dar-block --gpus 8 --gpu-memory 80 --set train.parallel.tensor=2\n",
-    )
-    arguments.experiment(sub)
-    sub.add_argument("--gpus", metavar="N", type=int, required=True, help="how many there are")
-    sub.add_argument("--gpu-memory", metavar="GIB", type=float, required=True, help="of each")
-    sub.add_argument("--node-size", metavar="M", type=int, default=8, help="GPUs that share fast links (default 8)")
-    assumed = sub.add_argument_group("what is assumed of the hardware (defaults: an H100 SXM's data sheet)")
-    for field, (option, what) in OPTIONS.items():
-        default = Hardware._field_defaults[field]
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    arguments.add_experiment(parser)
+    parser.add_argument("--gpus", metavar="N", type=int, required=True, help="how many there are")
+    parser.add_argument("--gpu-memory", metavar="GIB", type=float, required=True, help="of each")
+    parser.add_argument("--node-size", metavar="M", type=int, default=8, help="GPUs that share fast links (default 8)")
+    assumed = parser.add_argument_group("what is assumed of the hardware (defaults: an H100 SXM's data sheet)")
+    for field, what in ASSUMED.items():
+        option, default = f"--{field.replace('_', '-')}", Hardware._field_defaults[field]
         assumed.add_argument(option, metavar="X", type=float, default=default, help=f"{what} (default {default:g})")
-    sub.add_argument("--json", action="store_true", help="print JSON instead of text")
-    sub.set_defaults(command=_plan)
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 
-def _plan(given: argparse.Namespace) -> int:
+def run(given: argparse.Namespace) -> int:
     from dualres.plan.plan import as_data, as_text
 
     progress = Progress(quiet=given.json)
@@ -74,7 +70,7 @@ def _plan(given: argparse.Namespace) -> int:
 
 def make_plan(given: argparse.Namespace, show: Show) -> "Plan":
     """The plan that the arguments ask for."""
-    from dualres.plan.estimate import MeshEstimate
+    from dualres.plan.estimate import MeshEstimate, estimate
     from dualres.plan.plan import Plan
     from dualres.plan.search import check_memory, choose
     from dualres.train.engines.build import engine_mesh, engine_name
@@ -94,20 +90,51 @@ def make_plan(given: argparse.Namespace, show: Show) -> "Plan":
             f"{config.train.micro_batch} than the {mesh.data} data-parallel ranks of {mesh.describe()}: use "
             f"--set train.global_batch={config.train.micro_batch * mesh.data} or more, or a larger tensor or pipeline"
         )
-    columns = {}
-    for name in (*BESIDE, *([given.residual] if given.residual not in BESIDE else [])):
+    columns: dict[str, MeshEstimate | str] = {}
+    for name in dict.fromkeys((*BESIDE, given.residual)):
         show(f"{mesh.describe()}: {name}")
-        columns[name] = _column(config, engine, given, name, hardware)
+        is_own = name == given.residual
+        # --set residual.… belongs to the RESIDUAL of the command only.
+        overrides = [override for override in given.set if is_own or not override.startswith("residual.")]
+        residual = load_config(given.scale, name, overrides).residual
+        default = config.residual.default_branches_per_block  # belongs to the scale, not to the method
+        residual = dataclasses.replace(residual, default_branches_per_block=default)
+        try:
+            other = dataclasses.replace(config, residual=residual)
+            columns[name] = estimate(other, engine, engine_mesh(other, given.gpus), hardware)
+        except ConfigError as error:
+            if is_own:
+                raise
+            columns[name] = str(error)
     own = columns[given.residual]
     assert isinstance(own, MeshEstimate)  # else it was refused
-    line = launch_command(
-        given.scale,
-        given.residual,
-        [*given.set, *_settings(config, engine, given.set)],
-        processes=given.gpus,
-        node_size=given.node_size,
-    )
+    overrides = [*given.set, *_settings(config, engine, given.set)]
+    size = {"processes": given.gpus, "node_size": given.node_size}
+    line = launch_command(given.scale, given.residual, overrides, **size)
     return Plan(given.residual, columns, hardware, chosen, [check_memory(own, hardware)], line)
+
+
+def hardware_of(given: argparse.Namespace) -> Hardware:
+    """The options as hardware, if they are possible."""
+    options = ("gpus", "gpu_memory", "node_size", *ASSUMED)
+    arguments.check_positive(given, *options)
+    for option in options:
+        if not CREDIBLE[0] <= getattr(given, option) <= CREDIBLE[1]:
+            raise ConfigError(
+                f"--{option.replace('_', '-')} {getattr(given, option):g} is true of no hardware: use a number between "
+                "1e-9 and 1e30"
+            )
+    if given.utilization > 1:
+        raise ConfigError(f"--utilization {given.utilization:g} is above 1, the whole peak: use 0.5, say")
+    if given.gpus > MOST_GPUS:
+        raise ConfigError(f"--gpus {given.gpus} are more than a plan is made for: use at most {MOST_GPUS:,}")
+    if given.gpus > given.node_size and given.gpus % given.node_size:
+        raise ConfigError(
+            f"--gpus {given.gpus} are no whole nodes of --node-size {given.node_size}: use "
+            f"{given.gpus // given.node_size * given.node_size}, or another --node-size"
+        )
+    fields = {field: getattr(given, field) for field in ASSUMED}
+    return Hardware(memory=given.gpu_memory * GIB, node_size=given.node_size, **fields)
 
 
 def _settings(config: Config, engine: str, given: Sequence[str]) -> list[str]:
@@ -125,45 +152,3 @@ def _settings(config: Config, engine: str, given: Sequence[str]) -> list[str]:
     }
     named = {override.partition("=")[0] for override in given}
     return [f"{key}={value}" for key, value in settings.items() if key not in named]
-
-
-def hardware_of(given: argparse.Namespace) -> Hardware:
-    """The options, which must be positive numbers."""
-    options = {"--gpus": given.gpus, "--gpu-memory": given.gpu_memory, "--node-size": given.node_size}
-    options |= {option: getattr(given, field) for field, (option, _) in OPTIONS.items()}
-    for option, value in options.items():
-        if not 0 < value < math.inf:
-            raise ConfigError(f"{option} {value} is not positive and finite: use a number above 0")
-        if not CREDIBLE[0] <= value <= CREDIBLE[1]:
-            raise ConfigError(f"{option} {value:g} is true of no hardware: use a number between 1e-9 and 1e30")
-    if given.utilization > 1:
-        raise ConfigError(f"--utilization {given.utilization:g} is above 1, the whole peak: use 0.5, say")
-    if given.gpus > MOST_GPUS:
-        raise ConfigError(f"--gpus {given.gpus} are more than a plan is made for: use at most {MOST_GPUS:,}")
-    if given.gpus > given.node_size and given.gpus % given.node_size:
-        raise ConfigError(
-            f"--gpus {given.gpus} are no whole nodes of --node-size {given.node_size}: use "
-            f"{given.gpus // given.node_size * given.node_size}, or another --node-size"
-        )
-    fields = {field: getattr(given, field) for field in OPTIONS}
-    return Hardware(memory=given.gpu_memory * GIB, node_size=given.node_size, **fields)
-
-
-def _column(
-    config: Config, engine: str, given: argparse.Namespace, name: str, hardware: Hardware
-) -> "MeshEstimate | str":
-    """A residual on the mesh of `config`. --set residual.… belongs to the RESIDUAL of the command only."""
-    from dualres.plan.estimate import estimate
-    from dualres.train.engines.build import engine_mesh
-
-    overrides = given.set if name == given.residual else [key for key in given.set if not key.startswith("residual.")]
-    residual = load_config(given.scale, name, overrides).residual
-    default = config.residual.default_branches_per_block  # belongs to the scale, not to the method
-    residual = dataclasses.replace(residual, default_branches_per_block=default)
-    try:
-        other = dataclasses.replace(config, residual=residual)
-        return estimate(other, engine, engine_mesh(other, given.gpus), hardware)
-    except ConfigError as error:
-        if name == given.residual:
-            raise
-        return str(error)

@@ -1,64 +1,65 @@
-"""`dualres prepare`: text to token shards."""
+"""Turn text into token shards.
+
+Read documents from SOURCE, tokenize them on all cores, and write shards with an index to OUT.
+After an interruption the same command resumes; once finished, it changes nothing.
+"""
 
 import argparse
 import dataclasses
 import time
 from pathlib import Path
-from typing import Any
 
-from dualres.commands import arguments
 from dualres.data.prepare import Report, Settings, prepare
 from dualres.data.shards import Index
+from dualres.util.optional_dependencies import install
 from dualres.util.progress import Progress, duration, short
 
+EPILOG = f"""\
+sources:
+  python           documentation and source of Python's standard library: needs no network and no files
+  FILE or FOLDER   .txt, .jsonl and .parquet; .txt and .jsonl also as .gz or .zst. A .txt is split at blank
+                   lines into documents of about 16,000 characters; the others have one document per row
+  OWNER/NAME       a Hugging Face dataset, streamed: HuggingFaceFW/fineweb-edu --subset sample-10BT
+tokenizers:
+  bpe:4096         a byte-level BPE with 4,096 tokens, trained on the first 64 MiB of SOURCE
+  bytes            256 bytes and end of text
+  tekken           131,072 tokens, the paper's vocabulary size ({install("data")})
+  PATH             any tokenizer.json
 
-def add(commands: Any) -> None:
+examples:
+  dualres prepare python data/python
+  dualres prepare fineweb-edu/sample/10BT data/fineweb --tokenizer tekken --held-out 0.002
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     defaults = Settings("", "")
-    sub = arguments.command(
-        commands,
-        "prepare",
-        "turn text into token shards",
-        "Read documents from SOURCE, tokenize them on all cores, and write shards with an index to OUT.\n"
-        "After an interruption the same command resumes; once finished, it changes nothing.",
-        "sources:\n"
-        "  python           documentation and source of Python's standard library: needs no network and no files\n"
-        "  FILE or FOLDER   .txt, .jsonl and .parquet; .txt and .jsonl also as .gz or .zst. A .txt is split at blank\n"
-        "                   lines into documents of about 16,000 characters; the others have one document per row\n"
-        "  OWNER/NAME       a Hugging Face dataset, streamed: HuggingFaceFW/fineweb-edu --subset sample-10BT\n"
-        "tokenizers:\n"
-        "  bpe:4096         a byte-level BPE with 4,096 tokens, trained on the first 64 MiB of SOURCE\n"
-        "  bytes            256 bytes and end of text\n"
-        "  tekken           131,072 tokens, the paper's vocabulary size (pip install -e '.[data]')\n"
-        "  PATH             any tokenizer.json\n\n"
-        "examples:\n"
-        "  dualres prepare python data/python\n"
-        "  dualres prepare fineweb-edu/sample/10BT data/fineweb --tokenizer tekken --held-out 0.002",
+    parser.add_argument("source", metavar="SOURCE", help="the documents, see below")
+    parser.add_argument("out", metavar="OUT", type=Path, help="folder for the shards; new, or from the same command")
+    parser.add_argument("--tokenizer", metavar="T", default="bpe:4096", help="default bpe:4096")
+    parser.add_argument(
+        "--field", metavar="KEY", default=defaults.field, help="key or column of the text (default text)"
     )
-    sub.add_argument("source", metavar="SOURCE", help="the documents, see below")
-    sub.add_argument("out", metavar="OUT", type=Path, help="folder for the shards; new, or from the same command")
-    sub.add_argument("--tokenizer", metavar="T", default="bpe:4096", help="default bpe:4096")
-    sub.add_argument("--field", metavar="KEY", default=defaults.field, help="key or column of the text (default text)")
-    sub.add_argument("--subset", metavar="S", help="subset of a Hugging Face dataset")
-    sub.add_argument("--split", metavar="S", default=defaults.split, help="its split (default train)")
-    sub.add_argument("--end-of-text", metavar="TOKEN", help="the end-of-text token of a tokenizer.json")
-    sub.add_argument(
+    parser.add_argument("--subset", metavar="S", help="subset of a Hugging Face dataset")
+    parser.add_argument("--split", metavar="S", default=defaults.split, help="its split (default train)")
+    parser.add_argument("--end-of-text", metavar="TOKEN", help="the end-of-text token of a tokenizer.json")
+    parser.add_argument(
         "--held-out",
         metavar="FRACTION",
         type=float,
         default=defaults.held_out,
         help=f"fraction of the documents for validation, chosen by a hash of their text (default {defaults.held_out})",
     )
-    sub.add_argument(
+    parser.add_argument(
         "--shard-tokens",
         metavar="N",
         type=int,
         default=defaults.shard_tokens,
         help="tokens per shard, also the most that an interruption can cost (default 100 million)",
     )
-    sub.set_defaults(command=_prepare)
 
 
-def _prepare(given: argparse.Namespace) -> int:
+def run(given: argparse.Namespace) -> int:
     settings = Settings(**{field.name: getattr(given, field.name) for field in dataclasses.fields(Settings)})
     index = prepare_with_progress(settings, given.out)
     for split in ("train", "validation"):

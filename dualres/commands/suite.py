@@ -1,16 +1,22 @@
-"""`dualres suite`: compare methods at equal data and budget."""
+"""Compare residual methods: runs, table, loss curves.
+
+Train every residual with every seed at SCALE, with equal data order and budget, one run after another,
+then print a table: validation loss with a 95% confidence interval, the difference to `standard` paired by
+seed, and tokens/s and peak memory relative to `standard`. Also draws the loss curves. Repeat the command to
+resume an interrupted suite; finished runs are not run again.
+"""
 
 import argparse
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dualres.commands import arguments
 from dualres.commands.train import DEFAULT_DATA, ensure_default_data
-from dualres.config.loading import load_config, names, short_name
+from dualres.config import ConfigError, load_config
+from dualres.config.loading import names, short_name
 from dualres.config.paper import PRESETS
-from dualres.config.schema import ConfigError
 from dualres.util.atomic_files import write_json, write_text
+from dualres.util.progress import Progress
 from dualres.util.tables import table
 
 if TYPE_CHECKING:
@@ -19,46 +25,41 @@ if TYPE_CHECKING:
     from dualres.report.suite import Suite
 
 RESULTS, TABLE, CURVES = "suite.json", "table.txt", ("curves.png", "curves.svg")
+EPILOG = f"""\
+{arguments.KNOWN}presets:    size-sweep, kv-ablation: the paper's two loss tables, with its numbers next to ours
+overrides:  --set KEY=VALUE, may be repeated, for all runs: --set train.tokens=1e7 --set model.layers=12
+            options of a single method go in a residual file
+
+examples:
+  dualres suite nano --residuals standard,attnres-block,dar-block --seeds 0,1,2
+  dualres suite nano --residuals standard,dar-block --learning-rates 1e-3,3e-3,6e-3
+  dualres suite size-sweep --data data/fineweb --processes 8
+  dualres suite kv-ablation --at nano        the same methods at laptop size
+  dualres suite size-sweep --table           finished runs only, without training
+"""
 
 
-def add(commands: Any) -> None:
-    sub = arguments.command(
-        commands,
-        "suite",
-        "compare residual methods: runs, table, loss curves",
-        "Train every residual with every seed at SCALE, with equal data order and budget, one run after another,\n"
-        "then print a table: validation loss with a 95% confidence interval, the difference to `standard` paired by\n"
-        "seed, and tokens/s and peak memory relative to `standard`. Also draws the loss curves. Repeat the command to\n"
-        "resume an interrupted suite; finished runs are not run again.",
-        f"{arguments.known()}"
-        "presets:    size-sweep, kv-ablation: the paper's two loss tables, with its numbers next to ours\n"
-        "overrides:  --set KEY=VALUE, may be repeated, for all runs: --set train.tokens=1e7 --set model.layers=12\n"
-        "            options of a single method go in a residual file\n\n"
-        "examples:\n"
-        "  dualres suite nano --residuals standard,attnres-block,dar-block --seeds 0,1,2\n"
-        "  dualres suite nano --residuals standard,dar-block --learning-rates 1e-3,3e-3,6e-3\n"
-        "  dualres suite size-sweep --data data/fineweb --processes 8\n"
-        "  dualres suite kv-ablation --at nano        the same methods at laptop size\n"
-        "  dualres suite size-sweep --table           finished runs only, without training",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("scale", metavar="SCALE", help="name or path of a scale, or a preset")
+    parser.add_argument("--residuals", metavar="A,B", help="names or paths of residuals (default: all shipped ones)")
+    parser.add_argument("--seeds", metavar="N,N", help="default: the scale's train.seed, 42")
+    parser.add_argument("--learning-rates", metavar="X,X", help="sweep these; the table shows each method at its best")
+    parser.add_argument(
+        "--at", dest="stand_in", metavar="SCALE", help="run a preset at this scale instead of the paper's"
     )
-    sub.add_argument("scale", metavar="SCALE", help="name or path of a scale, or a preset")
-    sub.add_argument("--residuals", metavar="A,B", help="names or paths of residuals (default: all shipped ones)")
-    sub.add_argument("--seeds", metavar="N,N", help="default: the scale's train.seed, 42")
-    sub.add_argument("--learning-rates", metavar="X,X", help="sweep these; the table shows each method at its best")
-    sub.add_argument("--at", dest="stand_in", metavar="SCALE", help="run a preset at this scale instead of the paper's")
-    sub.add_argument("--data", metavar="D", type=Path, default=DEFAULT_DATA, help=f"prepared data ({DEFAULT_DATA})")
-    sub.add_argument("--out", metavar="DIR", type=Path, help="folder of the runs (default suites/SCALE)")
-    sub.add_argument("--processes", metavar="N", type=int, default=1, help="per run, on this machine (default 1)")
-    sub.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU if available")
-    sub.add_argument("--table", action="store_true", help="only print the table of finished runs")
-    arguments.overrides(sub)
-    sub.set_defaults(command=_suite)
+    parser.add_argument("--data", metavar="D", type=Path, default=DEFAULT_DATA, help=f"prepared data ({DEFAULT_DATA})")
+    parser.add_argument("--out", metavar="DIR", type=Path, help="folder of the runs (default suites/SCALE)")
+    parser.add_argument("--processes", metavar="N", type=int, default=1, help="per run, on this machine (default 1)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU if there is one")
+    parser.add_argument("--table", action="store_true", help="only print the table of finished runs")
+    arguments.add_overrides(parser)
 
 
-def _suite(given: argparse.Namespace) -> int:
+def run(given: argparse.Namespace) -> int:
     from dualres.report import charts, comparison, suite
     from dualres.report.groups import BASE
 
+    say = Progress().say
     asked = suite_of(given)
     suite.check(asked)
     failed = []
@@ -66,7 +67,7 @@ def _suite(given: argparse.Namespace) -> int:
         ensure_default_data(given.data)
         suite.check_start(asked)
         asked.out.mkdir(parents=True, exist_ok=True)
-        failed = suite.run_all(asked, _say)
+        failed = suite.run_all(asked, say)
     found = suite.finished_runs(asked)
     groups = suite.group_by_rate(found)
     rows = comparison.compare(comparison.best_rates(groups))
@@ -83,12 +84,10 @@ def _suite(given: argparse.Namespace) -> int:
             curves.savefig(asked.out / name, dpi=150)
         print(f"\nwritten: {', '.join(str(asked.out / name) for name in (TABLE, RESULTS, *CURVES))}")
     if not found:
-        _say(f"dualres: no run of this suite is finished in {asked.out}")
+        say(f"dualres: no run of this suite is finished in {asked.out}")
     if failed:
         which = ", ".join(run.name for run in failed)
-        _say(
-            f"dualres: {len(failed)} of {len(asked.runs)} runs failed, see above: {which}. Repeat the command to retry"
-        )
+        say(f"dualres: {len(failed)} of {len(asked.runs)} runs failed, see above: {which}. Repeat the command to retry")
     return 1 if failed or not texts else 0
 
 
@@ -96,8 +95,7 @@ def suite_of(given: argparse.Namespace) -> "Suite":
     """The suite that the arguments describe."""
     from dualres.report.suite import Suite, all_runs
 
-    if given.processes < 1:
-        raise ConfigError(f"--processes {given.processes} is not positive: use 1 or more")
+    arguments.check_positive(given, "processes")
     seeds = _list(given.seeds, int, "--seeds", "0,1,2")
     rates: list[float | None] = [*_list(given.learning_rates, float, "--learning-rates", "1e-3,3e-3")] or [None]
     out = given.out or Path("suites") / short_name(given.scale)
@@ -142,7 +140,3 @@ def _list(text: str | None, kind: Any, option: str, example: str) -> list[Any]:
         what = "has a value twice" if values else "is empty"
         raise ConfigError(f"{option} {text} {what}: write {example}")
     return values
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

@@ -1,67 +1,67 @@
-"""`dualres train`: one run."""
+"""Train a model, or resume an interrupted run.
+
+Train SCALE with the residual method RESIDUAL by the recipe of the scale. The same command resumes an
+interrupted run; SIGTERM and Ctrl-C save a checkpoint first. Without --data it trains on Python's standard
+library. --dry-run trains nothing: it prints the plan and exits with 1 if the run could not start.
+"""
 
 import argparse
 import json
-import math
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dualres.commands import arguments
 from dualres.commands.prepare import prepare_with_progress
-from dualres.config.loading import load_config, load_recipe, load_residual, short_name
-from dualres.config.schema import Config, ConfigError
+from dualres.config import Config, ConfigError, load_config
+from dualres.config.loading import load_recipe, load_residual, short_name
 from dualres.data.prepare import Settings
 from dualres.data.shards import INDEX
 from dualres.data.source import PYTHON
 from dualres.plan.hardware import GIB, Hardware
 from dualres.train.launch import launch_command
+from dualres.util.optional_dependencies import install
 from dualres.util.progress import Progress, short
 
 if TYPE_CHECKING:
     from dualres.train.process_group import World
 
 DEFAULT_DATA = Path("data") / PYTHON
+EPILOG = f"""\
+{arguments.KNOWN}{arguments.OVERRIDES}
+examples:
+  dualres train nano dar-block
+  torchrun --nproc-per-node 8 -m dualres train 1b dar-block --data data/fineweb --out runs/1b-dar
+  dualres train 1b dar-block --dry-run --gpus 8
+  dualres train 1b dar-block --from models/llama-1b-dar --data data/llama-tokens
+"""
 
 
-def add(commands: Any) -> None:
-    sub = arguments.command(
-        commands,
-        "train",
-        "train a model, or resume an interrupted run",
-        "Train SCALE with the residual method RESIDUAL by the recipe of the scale. The same command resumes an\n"
-        "interrupted run; SIGTERM and Ctrl-C save a checkpoint first. Without --data it trains on Python's standard\n"
-        "library. --dry-run trains nothing: it prints the plan and exits with 1 if the run could not start.",
-        f"{arguments.known()}{arguments.OVERRIDES}\n"
-        "examples:\n"
-        "  dualres train nano dar-block\n"
-        "  torchrun --nproc-per-node 8 -m dualres train 1b dar-block --data data/fineweb --out runs/1b-dar\n"
-        "  dualres train 1b dar-block --dry-run --gpus 8\n"
-        "  dualres train 1b dar-block --from models/llama-1b-dar --data data/llama-tokens\n",
-    )
-    arguments.experiment(sub)
-    sub.add_argument("--data", metavar="D", type=Path, default=DEFAULT_DATA, help=f"prepared data ({DEFAULT_DATA})")
-    sub.add_argument("--out", metavar="RUN", type=Path, help="run folder (default runs/SCALE-RESIDUAL)")
-    sub.add_argument(
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    arguments.add_experiment(parser)
+    parser.add_argument("--data", metavar="D", type=Path, default=DEFAULT_DATA, help=f"prepared data ({DEFAULT_DATA})")
+    parser.add_argument("--out", metavar="RUN", type=Path, help="run folder (default runs/SCALE-RESIDUAL)")
+    parser.add_argument(
         "--from",
         dest="start",
         metavar="MODEL",
         type=Path,
         help="start from the weights of a converted or exported model, which also defines model and residual",
     )
-    sub.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU if there is one")
-    sub.add_argument("--wandb", metavar="PROJECT", help="also log to Weights & Biases (needs dualres[wandb])")
-    dry = sub.add_argument_group("without starting")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU if there is one")
+    parser.add_argument(
+        "--wandb", metavar="PROJECT", help=f"also log to Weights & Biases ({install('wandb')} in a clone of dualres)"
+    )
+    dry = parser.add_argument_group("without starting")
     dry.add_argument(
         "--dry-run", action="store_true", help="print the plan: parameters, steps, memory of a rank, checks"
     )
-    dry.add_argument("--gpus", metavar="N", type=int, help="plan for so many (default 1)")
-    dry.add_argument("--gpu-memory", metavar="GIB", type=float, help="check that the plan fits so much on each")
+    dry.add_argument("--gpus", metavar="N", type=int, help="plan for this many (default 1)")
+    dry.add_argument("--gpu-memory", metavar="GIB", type=float, help="check that the plan fits this much on each")
     dry.add_argument("--json", action="store_true", help="print the plan as JSON")
-    sub.set_defaults(command=_train)
 
 
-def _train(given: argparse.Namespace) -> int:
+def run(given: argparse.Namespace) -> int:
     from dualres.train import run_folder
     from dualres.train.loop import check_batch, train
     from dualres.train.process_group import join_world, world_size
@@ -69,7 +69,7 @@ def _train(given: argparse.Namespace) -> int:
     config = load_config(given.scale, given.residual, given.set) if given.start is None else started(given)
     out = given.out or Path("runs") / f"{short_name(given.scale)}-{short_name(given.residual)}"
     if given.dry_run:
-        return _plan(config, given, out)
+        return dry_run(config, given, out)
     for option in ("gpus", "gpu_memory", "json"):
         if getattr(given, option):
             name = option.replace("_", "-")
@@ -98,7 +98,8 @@ def started(given: argparse.Namespace) -> Config:
     return load_recipe(given.scale, start.config, start.residual_config, given.set)
 
 
-def _plan(config: Config, given: argparse.Namespace, out: Path) -> int:
+def dry_run(config: Config, given: argparse.Namespace, out: Path) -> int:
+    """Print the plan and whatever would prevent a start."""
     from dualres.parallel.mesh import Mesh
     from dualres.plan.estimate import estimate
     from dualres.plan.plan import Plan, as_data, as_text
@@ -106,19 +107,18 @@ def _plan(config: Config, given: argparse.Namespace, out: Path) -> int:
     from dualres.train.engines.build import engine_mesh
     from dualres.train.preflight import Places, check_start, engine_or_asked
 
-    for option, value in (("--gpus", given.gpus), ("--gpu-memory", given.gpu_memory)):
-        if value is not None and not 0 < value < math.inf:
-            raise ConfigError(f"{option} {value} is not positive and finite: use 1 or more")
-    ranks, engine = given.gpus or 1, engine_or_asked(config, given.gpus or 1)
+    arguments.check_positive(given, "gpus", "gpu_memory")
+    ranks = given.gpus or 1
     try:
         mesh = engine_mesh(config, ranks)
     except ConfigError:  # a check says so
         mesh = Mesh(data=ranks)
     hardware = Hardware() if given.gpu_memory is None else Hardware(memory=given.gpu_memory * GIB)
-    own = estimate(config, engine, mesh, hardware)
-    places = Places(given.data, out, made_at_start=given.data == DEFAULT_DATA)
+    own = estimate(config, engine_or_asked(config, ranks), mesh, hardware)
+    is_default = given.data == DEFAULT_DATA
+    places = Places(given.data, out, made_at_start=is_default)
     checks = [*check_start(config, ranks, places, given.wandb is not None), check_memory(own, hardware)]
-    options = {"data": given.data if given.data != DEFAULT_DATA else None, "out": given.out, "from": given.start}
+    options = {"data": None if is_default else given.data, "out": given.out, "from": given.start}
     options |= {"device": given.device, "wandb": given.wandb}
     line = launch_command(given.scale, given.residual, given.set, options, processes=ranks)
     made = Plan(given.residual, {given.residual: own}, hardware, False, checks, line)
@@ -136,6 +136,7 @@ def ensure_default_data(data: Path) -> None:
 
 
 def introduce(config: Config, given: argparse.Namespace, out: Path, world: "World", progress: Progress) -> None:
+    """Say what is trained, where, and what of the recipe is not used."""
     from dualres.train.engines.build import engine_name
     from dualres.train.preflight import other_dataset, unused_mesh
     from dualres.train.recipe import steps_of
@@ -147,6 +148,5 @@ def introduce(config: Config, given: argparse.Namespace, out: Path, world: "Worl
     )
     if given.data == DEFAULT_DATA and (other := other_dataset(config)):
         progress.say(f"{given.data} is {PYTHON}{other}")
-    unused = unused_mesh(config, engine_name(config, world.size))
-    if unused is not None:
+    if (unused := unused_mesh(config, engine_name(config, world.size))) is not None:
         progress.say(unused)

@@ -3,27 +3,29 @@
 import json
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from dualres.config.schema import Config
+from dualres.config import Config
 from dualres.config.validation import build
 from dualres.data.shards import TOKENIZER
 from dualres.data.tokenizer import load as load_json_tokenizer
 from dualres.hub import llama, model_card
-from dualres.hub.model_folder import check_new, new_model_folder, write_model
+from dualres.hub.model_folder import check_new, write_model
 from dualres.hub.open_model import TrainedModel, open_model
 from dualres.model.decoder import Decoder
 from dualres.residual import registry
 from dualres.train import checkpoint as checkpoints
 from dualres.train import run_folder
 from dualres.train.process_group import World
-from dualres.util.atomic_files import write_json
+from dualres.util.atomic_files import new_folder, write_json
 from dualres.util.errors import ModelError
 from dualres.util.optional_dependencies import need
+from dualres.util.progress import silent
 
 Form = Literal["dualres", "llama"]
 RUN_RECORD = "dualres_run.json"  # what the run was; `import_run` restores it
@@ -45,7 +47,7 @@ def export(
     model = opened.hf_model if form == "dualres" else _as_llama(opened)
     origin, measured = _history(record)
     text = model_card.card(opened.name, opened.decoder, origin, measured, out.name, form)
-    with new_model_folder(out) as folder:
+    with new_folder(out) as folder:
         write_model(model, opened.hf_tokenizer, text, folder)
         if (source / TOKENIZER).is_file():  # as it was: transformers adds to it
             shutil.copyfile(source / TOKENIZER, folder / TOKENIZER)
@@ -76,6 +78,7 @@ def _as_llama(opened: TrainedModel) -> Any:
 
 def import_run(folder: Path, out: Path) -> Path:
     """The inverse of `export`: a run's folder with one checkpoint, its weights and no optimizer state."""
+    check_new(out)
     opened = open_model(folder)
     record = run_record(opened)
     if opened.checkpoint is not None or record is None:
@@ -85,9 +88,9 @@ def import_run(folder: Path, out: Path) -> Path:
         )
     described, state = _described(folder, record, opened.decoder)
     tensors = {f"model.{name}": p.detach().float() for name, p in opened.decoder.named_parameters()}
-    with new_model_folder(out) as partial:
+    with new_folder(out) as partial:
         world = World(0, 1, torch.device("cpu"), None, None)
-        writer = checkpoints.Checkpoints(partial / run_folder.CHECKPOINTS, world, 1, _refuse)
+        writer = checkpoints.Checkpoints(partial / run_folder.CHECKPOINTS, world, 1, silent)
         writer.save(state["step"], tensors, {**state, "best_step": state["step"]})
         writer.wait()
         if writer.failure is not None:
@@ -101,7 +104,7 @@ def import_run(folder: Path, out: Path) -> Path:
 
 def _described(folder: Path, record: Mapping[str, Any], decoder: Decoder) -> tuple[dict[str, Any], dict[str, Any]]:
     """A run's description and its checkpoint's state, as the record has them, where they fit the model beside it."""
-    try:
+    with _written_by_export(folder / RUN_RECORD):
         described: dict[str, Any] = {key: record[key] for key in RUN if key in record}
         state = {key: record["state"][key] for key in STATE}
         config = build(Config, described["config"], "")
@@ -112,24 +115,21 @@ def _described(folder: Path, record: Mapping[str, Any], decoder: Decoder) -> tup
             if type(state[key]) is not int or state[key] < 0:
                 raise ValueError(f"{key}={state[key]!r} is not a count")
         fingerprint, end = described["data"]["fingerprint"], described["data"]["end_of_text"]
-    except (KeyError, TypeError, ValueError) as error:
-        raise ModelError(
-            f"{folder / RUN_RECORD} is not what `dualres export` writes ({error!r}): export again"
-        ) from None
     if not (folder / TOKENIZER).is_file() or load_json_tokenizer(folder / TOKENIZER, end).fingerprint != fingerprint:
         raise ModelError(f"{folder / TOKENIZER} is not the tokenizer that the run was trained with: restore it")
     return described, state
 
 
-def _refuse(text: str) -> None:
-    raise ModelError(text)
-
-
 def run_record(opened: TrainedModel) -> dict[str, Any] | None:
     """What is known of the run that trained a model, without paths of its machine; None for a model of no run."""
-    if opened.checkpoint is None:
-        return _read_record(opened.folder / RUN_RECORD)
     folder = opened.folder
+    if opened.checkpoint is None:
+        if not (folder / RUN_RECORD).exists():
+            return None
+        with _written_by_export(folder / RUN_RECORD):
+            record = dict(json.loads((folder / RUN_RECORD).read_text(encoding="utf-8")))
+            _history(record)
+        return record
     described = run_folder.read_description(folder)
     state = json.loads((opened.checkpoint / checkpoints.STATE).read_text(encoding="utf-8"))
     summary = run_folder.read_summary(folder) if (folder / run_folder.SUMMARY).is_file() else None
@@ -137,13 +137,11 @@ def run_record(opened: TrainedModel) -> dict[str, Any] | None:
     return {**described, "data": data, "state": state, "summary": summary}
 
 
-def _read_record(path: Path) -> dict[str, Any] | None:
+@contextmanager
+def _written_by_export(path: Path) -> Iterator[None]:
+    """Refuse a record that is damaged."""
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-        _history(record)
-        return dict(record)
-    except FileNotFoundError:
-        return None
+        yield
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ModelError(
             f"{path} is not what `dualres export` writes ({error!r}): export again, or remove the file"

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
-from dualres.config.schema import ConfigError, ModelConfig, ResidualConfig
-from dualres.config.validation import build
+from dualres.config.schema import ModelConfig, ResidualConfig  # dualres.config would copy YAML loading with the model
+from dualres.config.validation import convert
 
 
 def _size(key: str) -> Any:
@@ -42,17 +42,11 @@ class DualResConfig(PreTrainedConfig):
 
     @property
     def model_config(self) -> ModelConfig:
-        return build(ModelConfig, self._section("model"), "model.")
+        return convert(ModelConfig, self.model, "model")
 
     @property
     def residual_config(self) -> ResidualConfig:
-        return build(ResidualConfig, self._section("residual"), "residual.")
-
-    def _section(self, name: str) -> dict[str, Any]:
-        section = getattr(self, name)
-        if not isinstance(section, dict):
-            raise ConfigError(f"{name}={section!r} is not a section: restore config.json, or export again")
-        return section
+        return convert(ResidualConfig, self.residual, "residual")
 
     @property
     def vocab_size(self) -> int:
@@ -60,7 +54,7 @@ class DualResConfig(PreTrainedConfig):
 
     @vocab_size.setter
     def vocab_size(self, value: int) -> None:
-        self.model = {**self._section("model"), "vocab_size": value}
+        self.model = {**(self.model or {}), "vocab_size": value}
 
     hidden_size = _size("width")
     num_hidden_layers = _size("layers")

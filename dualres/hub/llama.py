@@ -1,33 +1,29 @@
 """Llama's family and our decoder: the same branches under other names. Configs and tensors, both ways."""
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor
 
-from dualres.config.schema import ModelConfig, RopeScaling
+from dualres.config import ModelConfig, RopeScaling
 from dualres.model.decoder import Decoder
 from dualres.util.errors import ModelError
 
-BRANCHES = (  # of a layer; ours: theirs
+BRANCHES = (  # modules of a layer; ours: theirs
     {
-        "norm.weight": "input_layernorm.weight",
-        "module.query.weight": "self_attn.q_proj.weight",
-        "module.query.bias": "self_attn.q_proj.bias",
-        "module.key.weight": "self_attn.k_proj.weight",
-        "module.key.bias": "self_attn.k_proj.bias",
-        "module.value.weight": "self_attn.v_proj.weight",
-        "module.value.bias": "self_attn.v_proj.bias",
-        "module.output.weight": "self_attn.o_proj.weight",
-        "module.output.bias": "self_attn.o_proj.bias",
-        "module.query_norm.weight": "self_attn.q_norm.weight",
-        "module.key_norm.weight": "self_attn.k_norm.weight",
+        "norm": "input_layernorm",
+        "module.query": "self_attn.q_proj",
+        "module.key": "self_attn.k_proj",
+        "module.value": "self_attn.v_proj",
+        "module.output": "self_attn.o_proj",
+        "module.query_norm": "self_attn.q_norm",
+        "module.key_norm": "self_attn.k_norm",
     },
     {
-        "norm.weight": "post_attention_layernorm.weight",
-        "module.gate.weight": "mlp.gate_proj.weight",
-        "module.up.weight": "mlp.up_proj.weight",
-        "module.down.weight": "mlp.down_proj.weight",
+        "norm": "post_attention_layernorm",
+        "module.gate": "mlp.gate_proj",
+        "module.up": "mlp.up_proj",
+        "module.down": "mlp.down_proj",
     },
 )
 OUTSIDE = {
@@ -56,22 +52,13 @@ LLAMA3_ROPE = {  # of a RopeScaling, beside its factor; ours: theirs
 ROPE: dict[str, dict[str, str]] = {"linear": {}, "llama3": LLAMA3_ROPE}
 
 
-class Architecture(NamedTuple):
-    """What the attention of a model of the family has."""
-
-    attention_bias: Callable[[Any], str]  # given its config
-    query_key_norm: bool
-
-
-def _all_or_none(config: Any) -> str:
-    return "all" if config.attention_bias else "none"
-
-
-ARCHITECTURES = {
-    "llama": Architecture(_all_or_none, False),
-    "mistral": Architecture(lambda config: "none", False),
-    "qwen2": Architecture(lambda config: "qkv", False),
-    "qwen3": Architecture(_all_or_none, True),
+# Attention of each architecture: its biases, by its config's `attention_bias` (None: it has no such field), and whether
+# it normalizes queries and keys.
+ARCHITECTURES: dict[str, tuple[dict[bool | None, str], bool]] = {
+    "llama": ({False: "none", True: "all"}, False),
+    "mistral": ({None: "none"}, False),
+    "qwen2": ({None: "qkv"}, False),
+    "qwen3": ({False: "none", True: "all"}, True),
 }
 
 
@@ -83,8 +70,10 @@ def tensor_names(decoder: Decoder) -> dict[str, str]:
     for b, block in enumerate(decoder.stack):
         for i, module in enumerate(block.branches):
             layer, kind = divmod(branch, 2)
-            for suffix, _ in module.named_parameters():
-                names[f"stack.blocks.{b}.branches.{i}.{suffix}"] = f"model.layers.{layer}.{BRANCHES[kind][suffix]}"
+            for name, _ in module.named_parameters():
+                part, _, tensor = name.rpartition(".")
+                theirs = f"model.layers.{layer}.{BRANCHES[kind][part]}.{tensor}"
+                names[f"stack.blocks.{b}.branches.{i}.{name}"] = theirs
             branch += 1
     return names
 
@@ -97,9 +86,6 @@ def their_tensors(decoder: Decoder) -> dict[str, Tensor]:
 
 def model_config(config: Any, where: str) -> ModelConfig:
     """Our config of a model of the family, given `transformers`' one. What does not fit is refused by name."""
-    kind = config.model_type
-    if kind not in ARCHITECTURES:
-        raise ModelError(f"{where} is a {kind} model: dualres converts {', '.join(ARCHITECTURES)}")
     for name, fits in (
         ("hidden_act", config.hidden_act in ("silu", "swish")),
         ("mlp_bias", not getattr(config, "mlp_bias", False)),
@@ -109,6 +95,8 @@ def model_config(config: Any, where: str) -> ModelConfig:
             raise ModelError(
                 f"{where} has {name}={getattr(config, name)}, which our decoder does not have: it cannot be converted"
             )
+    biases, query_key_norm = ARCHITECTURES[config.model_type]
+    bias: Any = biases.get(getattr(config, "attention_bias", None), next(iter(biases.values())))
     rope: Mapping[str, Any] = config.rope_parameters
     head_width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return ModelConfig(
@@ -116,8 +104,8 @@ def model_config(config: Any, where: str) -> ModelConfig:
         rope_scaling=_rope_scaling(rope, where),
         rope_base=rope["rope_theta"],
         head_size=None if head_width * config.num_attention_heads == config.hidden_size else head_width,
-        attention_bias=ARCHITECTURES[kind].attention_bias(config),  # type: ignore[arg-type]
-        query_key_norm=ARCHITECTURES[kind].query_key_norm,
+        attention_bias=bias,
+        query_key_norm=query_key_norm,
     )
 
 
@@ -144,26 +132,23 @@ def window_of_attention(config: Any) -> int | None:
 
 def their_config(model: ModelConfig, name: str, **tokens: Any) -> tuple[str, dict[str, Any]]:
     """The architecture of the family that computes what a `standard` model does, and the fields of its config."""
-    fits: dict[tuple[str, bool], tuple[str, dict[str, Any]]] = {
-        ("none", False): ("llama", {}),
-        ("all", False): ("llama", {"attention_bias": True}),
-        ("qkv", False): ("qwen2", {}),
-        ("none", True): ("qwen3", {}),
-        ("all", True): ("qwen3", {"attention_bias": True}),
-    }
-    found = fits.get((model.attention_bias, model.query_key_norm))
+    fitting: list[tuple[str, dict[str, Any]]] = [
+        (kind, {} if flag is None else {"attention_bias": flag})
+        for kind, (biases, norms) in ARCHITECTURES.items()
+        for flag, bias in biases.items()
+        if (bias, norms) == (model.attention_bias, model.query_key_norm)
+    ]
     for problem, wrong in (
         ("experts (model.moe)", model.moe is not None),
         ("a factorized vocabulary (model.embedding_width)", model.embedding_width not in (None, model.width)),
-        (f"model.attention_bias={model.attention_bias} with model.query_key_norm", found is None),
+        (f"model.attention_bias={model.attention_bias} with model.query_key_norm", not fitting),
         ("an eps of its own in each norm (model.read_eps)", model.read_eps is not None),
     ):
         if wrong:
             raise ModelError(
                 f"{name} has {problem}, which no model of Llama's family has: export it as a dualres model"
             )
-    assert found is not None
-    kind, extra = found
+    kind, extra = fitting[0]
     if kind == "llama" and model.width % model.heads:  # which LlamaConfig refuses, with any head_dim
         kind, extra = "mistral", {"sliding_window": None}
     rope: dict[str, Any] = {"rope_theta": model.rope_base, "rope_type": "default"}

@@ -4,18 +4,18 @@ import errno
 import json
 import re
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from safetensors import SafetensorError
 
-from dualres.config.schema import ConfigError, ModelConfig, ResidualConfig
-from dualres.config.validation import build
+from dualres.config import ConfigError, ModelConfig, ResidualConfig
+from dualres.config.validation import convert
 from dualres.data.shards import TOKENIZER
 from dualres.hub import safetensors_files
 from dualres.model.decoder import Decoder, build_decoder
-from dualres.util.atomic_files import is_free, new_folder, write_text
+from dualres.util.atomic_files import write_text
 from dualres.util.errors import ModelError
 from dualres.util.optional_dependencies import need
 
@@ -62,14 +62,6 @@ def read_saved(folder: Path) -> Saved:
     return Saved(folder, config, safetensors_files.stored(folder))
 
 
-def is_exported(folder: Path) -> bool:
-    """Whether a folder holds a saved dualres model."""
-    try:
-        return json.loads((folder / CONFIG).read_text(encoding="utf-8")).get("model_type") == MODEL_TYPE
-    except (OSError, ValueError, AttributeError):
-        return False
-
-
 def check_saved(saved: Saved) -> Decoder:
     """Compare the tensors of a saved dualres model with its config. -> its decoder on the meta device"""
     decoder = empty_decoder(saved)
@@ -83,18 +75,11 @@ def empty_decoder(saved: Saved) -> Decoder:
     if saved.config.get("model_type") != MODEL_TYPE:
         raise foreign_model(saved.folder, saved.config.get("model_type"))
     try:
-        model = build(ModelConfig, _section(saved, "model"), "model.")
-        residual = build(ResidualConfig, _section(saved, "residual"), "residual.")
+        model = convert(ModelConfig, saved.config.get("model"), "model")
+        residual = convert(ResidualConfig, saved.config.get("residual"), "residual")
         return build_decoder(model, residual, device="meta")
     except ConfigError as error:
         raise ModelError(f"{saved.folder / CONFIG}: {error}") from None
-
-
-def _section(saved: Saved, name: str) -> dict[str, Any]:
-    section = saved.config.get(name)
-    if not isinstance(section, dict):
-        raise ConfigError(f"{name}={section!r} is not a section: restore the file, or export the model again")
-    return section
 
 
 def foreign_model(folder: Path, model_type: object) -> ModelError:
@@ -128,17 +113,8 @@ def read_by_transformers(what: Path) -> Iterator[None]:
 
 def check_new(folder: Path) -> None:
     """Refuse a folder that has something in it, before any work is done for it."""
-    if not is_free(folder):
-        raise _taken(folder)
-
-
-def new_model_folder(folder: Path) -> AbstractContextManager[Path]:
-    """Where to write a model's files; the folder gets its name when they are all there."""
-    return new_folder(folder, _taken(folder))
-
-
-def _taken(folder: Path) -> ModelError:
-    return ModelError(f"{folder} exists and is not empty: choose another name, or remove it")
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
+        raise ModelError(f"{folder} exists and is not empty: choose another name, or remove it")
 
 
 def write_model(model: Any, tokenizer: Any | None, card: str, folder: Path) -> None:

@@ -13,21 +13,11 @@ import tokenizers
 import torch
 from torch import Tensor
 
-from dualres.config.schema import ConfigError
+from dualres.config import ConfigError
 from dualres.data import shards
 from dualres.data import tokenizer as our_tokenizers
 from dualres.data.tokenizer import Tokenizer, same_tokens
-from dualres.hub import safetensors_files
-from dualres.hub.model_folder import (
-    CONFIG,
-    MODEL_TYPE,
-    NOT_LEARNED,
-    check_saved,
-    foreign_model,
-    load_tokenizer,
-    read_by_transformers,
-    read_saved,
-)
+from dualres.hub import model_folder, register, safetensors_files
 from dualres.model.decoder import Decoder, build_decoder
 from dualres.train import checkpoint as checkpoints
 from dualres.train import run_folder
@@ -58,7 +48,7 @@ class TrainedModel:
             return self.network
         if isinstance(decoder := getattr(self.network, "decoder", None), Decoder):
             return decoder
-        raise foreign_model(self.folder, self.network.config.model_type)
+        raise model_folder.foreign_model(self.folder, self.network.config.model_type)
 
     @cached_property
     def hf_model(self) -> Any:
@@ -89,13 +79,11 @@ class TrainedModel:
 
     @property
     def device(self) -> torch.device:
-        own = isinstance(self.network, Decoder)
-        return next(self.network.parameters()).device if own else self.network.device
+        return next(self.network.parameters()).device
 
     @property
     def dtype(self) -> torch.dtype:
-        own = isinstance(self.network, Decoder)
-        return next(self.network.parameters()).dtype if own else self.network.dtype
+        return next(self.network.parameters()).dtype
 
     @property
     def vocab_size(self) -> int:
@@ -134,12 +122,9 @@ class TrainedModel:
 
     def encode(self, prompt: str) -> list[int]:
         """A prompt with what the tokenizer puts before a text; an empty one begins a document."""
-        if isinstance(tokenizer := self.require_tokenizer(), Tokenizer):
-            return tokenizer.encode(prompt) or [tokenizer.end_of_text]
-        beginnings = [token for token in (tokenizer.bos_token_id, *sorted(self.ends)) if token is not None]
-        tokens = list(tokenizer(prompt)["input_ids"] or beginnings[:1])
-        if not tokens:
-            raise ModelError(f"{self.folder} names no token to begin a text with: give a prompt")
+        tokenizer = self.require_tokenizer()
+        own = isinstance(tokenizer, Tokenizer)
+        tokens = (tokenizer.encode(prompt) if own else tokenizer(prompt)["input_ids"]) or [self.prefix]
         if max(tokens) >= self.vocab_size:
             raise ModelError(
                 f"the tokenizer of {self.folder} makes token {max(tokens)}, and the model has {self.vocab_size}: use "
@@ -176,7 +161,7 @@ class TrainedModel:
     def identity(self) -> str:
         """The same for the same weights, config, tokenizer and dtype: results are cached under it."""
         if self.checkpoint is not None:  # its manifest has the checksums of the weights
-            files = [self.folder / CONFIG, self.checkpoint / checkpoints.MANIFEST]
+            files = [self.folder / model_folder.CONFIG, self.checkpoint / checkpoints.MANIFEST]
         else:
             others = [path for path in sorted(self.folder.iterdir()) if path.suffix in IDENTIFYING]
             files = [*others, *safetensors_files.files(self.folder)]
@@ -211,15 +196,18 @@ def open_model(
     if run_folder.is_run(folder):
         model = _open_run(folder, checkpoint)
     else:
-        saved = read_saved(folder)
-        if saved.config.get("model_type") != MODEL_TYPE and architectures == "any":
-            return _open_foreign(folder, where, dtype)
-        decoder = check_saved(saved)
+        saved = model_folder.read_saved(folder)
+        if saved.config.get("model_type") != model_folder.MODEL_TYPE and architectures == "any":
+            model = _open_saved(folder, dtype)
+            _check_causal(model)
+            model.network.to(where)
+            return model
+        decoder = model_folder.check_saved(saved)
         if checkpoint != "last":
             raise ModelError(f"{folder} is an exported model, not a run: --checkpoint does not apply")
         if where.type == "meta":
             return TrainedModel(folder.resolve().name, folder, decoder, None, decoder.config.context)
-        model = _open_exported(folder)
+        model = _open_saved(folder, "auto")
     model.network.to(where, None if dtype == "auto" else getattr(torch, dtype)).eval()
     return model
 
@@ -287,20 +275,11 @@ def find_checkpoint(folder: Path, which: str) -> Path:
     return best
 
 
-def _open_exported(folder: Path) -> TrainedModel:
-    """A saved dualres model that was checked, in the dtype it was saved in."""
-    need("transformers", "hub", "a Hugging Face model")
-    from dualres.hub.hf_model import DualResForCausalLM
-
-    with read_by_transformers(folder):
-        model = DualResForCausalLM.from_pretrained(folder, dtype="auto")
-    return TrainedModel(folder.resolve().name, folder, model, load_tokenizer(folder), model.decoder.config.context)
-
-
-def _open_foreign(folder: Path, device: torch.device, dtype: str) -> TrainedModel:
-    """A causal LM that `transformers` has the code of. It rounds weights to `dtype`, and no tables of positions."""
+def _open_saved(folder: Path, dtype: str) -> TrainedModel:
+    """A model that `transformers` has the code of, or that is ours. It rounds weights to `dtype`, not positions."""
     transformers = need("transformers", "hub", "a Hugging Face model")
-    with read_by_transformers(folder):
+    register()
+    with model_folder.read_by_transformers(folder):
         model, found = transformers.AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=dtype if dtype == "auto" else getattr(torch, dtype),
@@ -310,24 +289,24 @@ def _open_foreign(folder: Path, device: torch.device, dtype: str) -> TrainedMode
             output_loading_info=True,
         )
     faults = [f"{name} is missing" for name in sorted(found["missing_keys"])]
-    unexpected = sorted(name for name in found["unexpected_keys"] if not name.endswith(NOT_LEARNED))
+    unexpected = sorted(name for name in found["unexpected_keys"] if not name.endswith(model_folder.NOT_LEARNED))
     faults += [f"{name} is not part of it" for name in unexpected]
     faults += [
         f"{name} is {tuple(there)}, not {tuple(wanted)}" for name, there, wanted in sorted(found["mismatched_keys"])
     ]
     if faults:
-        raise ModelError(f"the weights of {folder} do not match its {CONFIG}: {faults[0]}. Restore both from one place")
-    _check_causal(model.eval(), folder)
-    tokenizer = load_tokenizer(folder)
+        raise ModelError(
+            f"the weights of {folder} do not match its {model_folder.CONFIG}: {faults[0]}. Restore both from one place"
+        )
+    tokenizer = model_folder.load_tokenizer(folder)
     known = [length for key in CONTEXT_KEYS if isinstance(length := getattr(model.config, key, None), int)]
     context = known[0] if known else int(min(getattr(tokenizer, "model_max_length", 2048), 2048))
-    return TrainedModel(folder.resolve().name, folder, model.to(device), tokenizer, context)
+    return TrainedModel(folder.resolve().name, folder, model.eval(), tokenizer, context)
 
 
 @torch.no_grad()
-def _check_causal(model: Any, folder: Path) -> None:
+def _check_causal(model: TrainedModel) -> None:
     """Refuse a model that sees the tokens it is to predict, as BERT does."""
-    tokens = torch.tensor([[0, 1, 0, 1], [0, 1, 0, 0]])
-    first, second = model(tokens).logits[:, :3].float()
+    first, second = model.logits(torch.tensor([[0, 1, 0, 1], [0, 1, 0, 0]]))[:, :3].float()
     if (first - second).square().mean() > 1e-6 * first.square().mean():
-        raise ModelError(f"{folder} looks ahead: it is no causal language model, and its scores would mean nothing")
+        raise ModelError(f"{model.folder} looks ahead: it is not a causal language model, so its scores mean nothing")

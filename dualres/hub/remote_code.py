@@ -32,11 +32,13 @@ def add_code(folder: Path) -> None:
 
 
 def code() -> dict[str, str]:
-    """Name and text of every file."""
-    needed = _closure(list(ENTRIES))
-    files = {flat_name(module): _rewritten(module) for module in needed}
+    """Name and text of every file: the entries, all modules of ours that they import, and those import."""
+    modules, files = list(ENTRIES), {}
+    for module in modules:
+        files[flat_name(module)], needed = _flat(module)
+        modules += [name for name in dict.fromkeys(needed) if name not in modules]
     # transformers finds files by such lines alone, and does not look at `from . import name`.
-    names = sorted(flat_name(module) for module in needed if module not in ENTRIES)
+    names = sorted(name for name in files if name not in ENTRIES.values())
     listed = "\n".join(f"    from .{name} import *  # noqa: F403" for name in names)
     files["modeling_dualres"] += f"\n\nif False:  # what else must be copied with this file\n{listed}\n"
     return files
@@ -47,53 +49,26 @@ def flat_name(module: str) -> str:
     return ENTRIES.get(module, module.replace(".", "_"))
 
 
-def _closure(modules: list[str]) -> list[str]:
-    """The modules with all of ours that they import, and those import."""
-    found = list(modules)
-    for module in found:
-        for node in _our_imports(module):
-            found += [name for name in _imported(node) if name not in found]
-    return found
-
-
-def _our_imports(module: str) -> list[ast.ImportFrom]:
-    tree = ast.parse(_path(module).read_text(encoding="utf-8"))
-    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    return [node for node in nodes if node.module and node.module.split(".")[0] == PACKAGE.name]
-
-
-def _imported(node: ast.ImportFrom) -> list[str]:
-    """The modules that an import needs: `from dualres.ops import dispatch` means dualres.ops.dispatch."""
-    inside = [name for alias in node.names if _is_module(name := f"{node.module}.{alias.name}")]
-    return inside if len(inside) == len(node.names) else [str(node.module), *inside]
-
-
-def _rewritten(module: str) -> str:
-    """The text of a module with flat, relative imports."""
-    lines = _path(module).read_text(encoding="utf-8").splitlines()
-    for node in sorted(_our_imports(module), key=lambda node: node.lineno, reverse=True):
-        assert node.end_lineno is not None
-        indent = lines[node.lineno - 1][: node.col_offset]
-        lines[node.lineno - 1 : node.end_lineno] = [f"{indent}{line}" for line in _flat(node)]
-    origin = f"# dualres {VERSION} (Apache-2.0): {_path(module).relative_to(PACKAGE.parent).as_posix()}"
-    return "\n".join([origin, *lines]) + "\n"
-
-
-def _flat(node: ast.ImportFrom) -> list[str]:
-    """One import, flat and relative; modules and what is inside them have a line each."""
-    modules = [alias for alias in node.names if _is_module(f"{node.module}.{alias.name}")]
-    others = [alias for alias in node.names if alias not in modules]
-    lines = [
-        f"from . import {flat_name(f'{node.module}.{alias.name}')} as {alias.asname or alias.name}" for alias in modules
-    ]
-    if others:
-        names = ", ".join(f"{a.name} as {a.asname}" if a.asname else a.name for a in others)
-        lines.append(f"from .{flat_name(str(node.module))} import {names}")
-    return lines
-
-
-def _is_module(name: str) -> bool:
-    return _path(name).is_file()
+def _flat(module: str) -> tuple[str, list[str]]:
+    """The text of a module with flat, relative imports, one name each, and the modules of ours that it imports."""
+    path = _path(module)
+    text = path.read_text(encoding="utf-8")
+    lines, needed = text.splitlines(), []
+    nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom)]
+    for node in sorted(nodes, key=lambda node: node.lineno, reverse=True):
+        package = str(node.module)
+        if package.split(".")[0] != PACKAGE.name:
+            continue
+        statements = []
+        for name in node.names:
+            inside = f"{package}.{name.name}"  # a module, as in `from dualres.ops import dispatch`
+            needed.append(inside if _path(inside).is_file() else package)
+            source = "." if needed[-1] == inside else f".{flat_name(package)}"
+            imported = flat_name(inside) if needed[-1] == inside else name.name
+            statements.append(f"{' ' * node.col_offset}from {source} import {imported} as {name.asname or name.name}")
+        lines[node.lineno - 1 : node.end_lineno] = statements
+    origin = f"# dualres {VERSION} (Apache-2.0): {path.relative_to(PACKAGE.parent).as_posix()}"
+    return "\n".join([origin, *lines]) + "\n", needed
 
 
 def _path(module: str) -> Path:

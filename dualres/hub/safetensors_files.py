@@ -5,12 +5,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from dualres.util.errors import ModelError
-from dualres.util.progress import Show, silent
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
@@ -81,21 +78,6 @@ def check(found: Mapping[str, Stored], wanted: Mapping[str, tuple[int, ...]], fo
 
 def _size(shape: tuple[int, ...]) -> str:
     return "×".join(map(str, shape)) or "a scalar"
-
-
-def read_into(targets: Mapping[str, Tensor], found: Mapping[str, Stored], show: Show = silent) -> None:
-    """Fill tensors from those found under the same names; one is in memory at a time. `show` is told how far it is."""
-    done = 0
-    by_file: dict[Path, list[str]] = {}
-    for name in targets:
-        by_file.setdefault(found[name].file, []).append(name)
-    with torch.no_grad():
-        for file, names in by_file.items():
-            with _opened(file) as tensors:
-                for name in names:
-                    targets[name].copy_(tensors.get_tensor(found[name].name))
-                    done += 1
-                    show(f"reading weights  {done}/{len(targets)} tensors")
 
 
 def _opened(file: Path) -> safe_open:

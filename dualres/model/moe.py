@@ -9,6 +9,7 @@ from torch.nn.functional import linear, one_hot, silu
 
 from dualres.model.attention import Context
 from dualres.ops import grouped_linear, no_autocast
+from dualres.ops.grouped import register_flop_formulas
 
 Experts = Callable[[Tensor, Tensor], Tensor]  # rows grouped by expert, number of rows of each -> rows
 
@@ -42,6 +43,7 @@ class MoE(nn.Module):
 
     def __init__(self, width: int, hidden: int, experts: int, active: int, aux_coefficient: float, layer: int):
         super().__init__()
+        register_flop_formulas()
         self.experts, self.active, self.aux_coefficient, self.layer = experts, active, aux_coefficient, layer
         self.router = nn.Linear(width, experts, bias=False)
         self.gate_up = nn.Parameter(torch.empty(experts, 2 * hidden, width))  # the gate's rows, then the up's

@@ -4,10 +4,11 @@
 """
 # M rows  E groups  D input width  F output width
 
+import functools
+
 import torch
 from torch import Tensor
 from torch.nn.functional import grouped_mm
-from torch.utils.flop_counter import register_flop_formula
 
 from dualres.ops import checks
 
@@ -64,13 +65,20 @@ def _backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tup
 grouped_linear.register_autograd(_backward, setup_context=_save)
 
 
-@register_flop_formula(torch.ops.dualres.grouped_linear)
+@functools.cache
+def register_flop_formulas() -> None:
+    """Let PyTorch's `FlopCounterMode` count both. Its module imports triton, so only models with experts do."""
+    from torch.utils.flop_counter import register_flop_formula
+
+    register_flop_formula(torch.ops.dualres.grouped_linear)(_flops)
+    register_flop_formula(torch.ops.dualres.grouped_linear_weight_gradient)(_gradient_flops)
+
+
 def _flops(rows: torch.Size, weight: torch.Size, counts: torch.Size, out_shape: torch.Size, **_: object) -> int:
     """A multiplication and an addition for each row and entry of its weight, whatever the group."""
     return 2 * rows[0] * weight[1] * weight[2]
 
 
-@register_flop_formula(torch.ops.dualres.grouped_linear_weight_gradient)
 def _gradient_flops(
     gradient: torch.Size, rows: torch.Size, counts: torch.Size, out_shape: torch.Size, **_: object
 ) -> int:

@@ -55,17 +55,10 @@ def locked(folder: Path, refusal: Exception) -> Iterator[None]:
         yield
 
 
-def is_free(path: Path) -> bool:
-    """Whether `path` does not exist or is an empty folder."""
-    return not path.exists() or (path.is_dir() and not any(path.iterdir()))
-
-
 @contextmanager
-def new_folder(path: Path, refusal: Exception) -> Iterator[Path]:
-    """A temporary folder that is renamed to `path` on success; raises `refusal` if `path` is in use."""
+def new_folder(path: Path) -> Iterator[Path]:
+    """A temporary folder that is renamed to `path`, which is new or empty, on success."""
     path = path.resolve()  # "." has no name
-    if not is_free(path):
-        raise refusal
     partial = partial_of(path)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)

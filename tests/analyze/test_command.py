@@ -153,8 +153,11 @@ def test_figures_of_a_page(here: Path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nothing", "--data", "data"], "nothing is neither a run folder nor an exported dualres model"),
-        (["dar", "nothing", "--data", "data"], "nothing is neither a run folder nor an exported dualres model"),
+        (["nothing", "--data", "data"], "nothing has no config.json: give the folder of a run or of a saved model"),
+        (
+            ["dar", "nothing", "--data", "data"],
+            "nothing has no config.json: give the folder of a run or of a saved model",
+        ),
         (["dar", "mhc", "--data", "data", "--out", "data/index.json"], "is a file: name a folder"),
         (["exported"], "exported is not a run: pass --data"),
         (["dar", "--data", "nothing"], "nothing"),

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from dualres.cli import main
-from dualres.commands.evaluate import parse_models
+from dualres.commands.arguments import parse_models
 from dualres.config.schema import ConfigError
 from dualres.evaluate import perplexity, zero_shot
 from dualres.evaluate.batch_size import MOST_ROWS
@@ -303,11 +303,10 @@ def test_a_folder_in_use_is_refused(evaluate: Evaluate, tmp_path: Path):
 def test_names_of_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "lr=3e-3").mkdir()
-    assert [tuple(model) for model in parse_models(["runs/a", "b=runs/c/", "owner/d", "lr=3e-3", "my  e=x=y"])] == [
-        *(("a", "runs/a"), ("b", "runs/c/"), ("d", "owner/d"), ("lr=3e-3", "lr=3e-3"), ("my e", "x=y"))
-    ]
-    assert parse_models(["."])[0].name == tmp_path.name
-    assert parse_models(["lr=3e-3/"])[0].name == "lr=3e-3"
+    models = parse_models(["runs/a", "b=runs/c/", "owner/d", "lr=3e-3", "my  e=x=y"])
+    assert models == {"a": "runs/a", "b": "runs/c/", "d": "owner/d", "lr=3e-3": "lr=3e-3", "my e": "x=y"}
+    assert list(parse_models(["."])) == [tmp_path.name]
+    assert list(parse_models(["lr=3e-3/"])) == ["lr=3e-3"]
     with pytest.raises(ConfigError, match="NAME=PATH"):
         parse_models(["a", "x/a"])
 

@@ -343,7 +343,7 @@ def test_a_plan_is_asked_for(arguments: list[str], monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("gpus", ["0", "-8"])
 def test_a_plan_for_no_gpu(gpus: str, capsys: pytest.CaptureFixture[str]):
     assert main(["train", "nano", "dar-block", "--dry-run", f"--gpus={gpus}"]) == 2
-    assert capsys.readouterr().err == f"dualres: --gpus {gpus} is not positive and finite: use 1 or more\n"
+    assert capsys.readouterr().err == f"dualres: --gpus {gpus} is not positive and finite: use a positive number\n"
 
 
 @pytest.mark.parametrize("memory", ["nan", "inf", "-1"])

@@ -1,6 +1,7 @@
 """Weights to and from a Megatron `GPTModel`: the decoder's tensors, fused and sharded over Megatron's ranks."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,10 +13,34 @@ from dualres.hub.megatron.layer import ResidualLayer
 
 
 class Form(NamedTuple):
-    """How tensors of the decoder become one Megatron parameter, sharded over the ranks of a group, and back."""
+    """How tensors of the decoder become one Megatron parameter, sharded over the ranks of a group, and back.
 
-    cut: Callable[[list[Tensor], int, int], Tensor]  # full tensors, rank, ranks -> the parameter of that rank
-    glue: Callable[[list[Tensor]], list[Tensor]]  # the parameters of all ranks -> full tensors
+    The tensors are cut along `dim` into groups, and each group has its part of every tensor, in `shares`.
+    """
+
+    dim: int | None = 0  # None: every rank has the whole tensor
+    shares: tuple[int, ...] = (1,)  # relative sizes of the tensors
+    groups: int | None = None  # None: one for each rank
+
+    def cut(self, tensors: Sequence[Tensor], rank: int, ranks: int) -> Tensor:
+        """The parameter of one rank, of full tensors."""
+        if self.dim is None:
+            return tensors[0]
+        if self.groups is None:
+            return torch.cat([t.chunk(ranks, self.dim)[rank] for t in tensors], self.dim)
+        by_group = torch.cat([t.unflatten(self.dim, (self.groups, -1)) for t in tensors], self.dim + 1)
+        return by_group.chunk(ranks, self.dim)[rank].flatten(self.dim, self.dim + 1)
+
+    def glue(self, parts: list[Tensor]) -> list[Tensor]:
+        """The full tensors, of the parameters of all ranks."""
+        if self.dim is None:
+            return parts[:1]
+        by_group = torch.cat(parts, self.dim).unflatten(self.dim, (self.groups or len(parts), sum(self.shares), -1))
+        return [t.flatten(self.dim, self.dim + 2) for t in by_group.split(self.shares, self.dim + 1)]
+
+
+WHOLE, ROWS, COLUMNS = Form(None), Form(0), Form(1)
+GATED = Form(shares=(1, 1))  # each rank has its rows of gate, then those of up
 
 
 class Spot(NamedTuple):
@@ -23,41 +48,7 @@ class Spot(NamedTuple):
 
     form: Form
     ours: tuple[str, ...]
-    expert: int | None = None  # local index
-
-
-def rows(dim: int) -> Form:
-    """One tensor, sharded along a dimension."""
-    return Form(lambda ours, rank, ranks: ours[0].chunk(ranks, dim)[rank], lambda parts: [torch.cat(parts, dim)])
-
-
-def _cut_gated(ours: list[Tensor], rank: int, ranks: int) -> Tensor:
-    return torch.cat([tensor.chunk(ranks)[rank] for tensor in ours])
-
-
-def _glue_gated(parts: list[Tensor]) -> list[Tensor]:
-    gates, ups = zip(*(part.chunk(2) for part in parts), strict=True)
-    return [torch.cat(gates), torch.cat(ups)]
-
-
-WHOLE = Form(lambda ours, rank, ranks: ours[0], lambda parts: parts[:1])
-ROWS, COLUMNS = rows(0), rows(1)
-GATED = Form(_cut_gated, _glue_gated)  # each rank has its rows of gate, then those of up
-
-
-def grouped(groups: int, heads: int) -> Form:
-    """Query, key and value, interleaved by query group: the group's queries, its key, its value."""
-    shared = heads // groups
-
-    def cut(ours: list[Tensor], rank: int, ranks: int) -> Tensor:
-        by_group = torch.cat([tensor.unflatten(0, (groups, -1)) for tensor in ours], 1)
-        return by_group.chunk(ranks)[rank].flatten(0, 1)
-
-    def glue(parts: list[Tensor]) -> list[Tensor]:
-        by_group = torch.cat(parts).unflatten(0, (groups, shared + 2, -1))
-        return [t.flatten(0, 2) for t in by_group.split([shared, 1, 1], 1)]
-
-    return Form(cut, glue)
+    expert: int | None = None  # local index in the decoder's one tensor of all experts
 
 
 Table = dict[str, tuple[Any, ...]]
@@ -70,9 +61,9 @@ FEEDFORWARD: Table = {  # Megatron's name in a layer: the form, and the decoder'
     "mlp.router.weight": (WHOLE, "module.router.weight"),
 }
 EXPERTS: Table = {  # one by one, in Megatron's module and in TransformerEngine's
-    "mlp.experts.local_experts.{}.linear_fc1.weight": (GATED, "module.gate", "module.up"),
+    "mlp.experts.local_experts.{}.linear_fc1.weight": (GATED, "module.gate_up"),
     "mlp.experts.local_experts.{}.linear_fc2.weight": (COLUMNS, "module.down"),
-    "mlp.experts.linear_fc1.weight{}": (GATED, "module.gate", "module.up"),
+    "mlp.experts.linear_fc1.weight{}": (GATED, "module.gate_up"),
     "mlp.experts.linear_fc2.weight{}": (COLUMNS, "module.down"),
 }
 VOCABULARY = ("vocabulary.table.weight", "vocabulary.output.weight")
@@ -84,7 +75,9 @@ OUTSIDE = {
 
 
 def attention(config: Any) -> Table:
-    qkv = grouped(config.num_query_groups, config.num_attention_heads)
+    """Query, key and value are interleaved by query group: the group's queries, its key, its value."""
+    groups = config.num_query_groups
+    qkv = Form(shares=(config.num_attention_heads // groups, 1, 1), groups=groups)
     return {
         "input_layernorm.weight": NORM,
         "self_attention.linear_qkv.layer_norm_weight": NORM,
@@ -103,13 +96,13 @@ def import_weights(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     If the optimizer keeps its own copies of the weights, call `optimizer.reload_model_params()` afterwards.
     """
     (gpt,) = unwrap_model([model])
-    found, groups, given = spots(gpt), gpt.pg_collection, _one_by_one(state)
-    wanted = {name for spot in found.values() for rank in range(groups.ep.size()) for name in _names(spot, rank, gpt)}
-    if wanted != given.keys():
-        odd = sorted(wanted ^ given.keys())
+    found, groups = spots(gpt), gpt.pg_collection
+    wanted = {name for spot in found.values() for name in spot.ours}
+    if wanted != state.keys():
+        odd = sorted(wanted ^ state.keys())
         where = "the state dict" if odd[0] in wanted else "the Megatron model"
         raise ValueError(f"{odd[0]} is missing in {where}, and {len(odd) - 1} more: build both from the same configs")
-    size = len(given[VOCABULARY[0]])
+    size = len(state[VOCABULARY[0]])
     if size != gpt.vocab_size:
         raise ValueError(
             f"vocab_size is {gpt.vocab_size} in the Megatron model and {size} in the state dict: if Megatron's is "
@@ -117,8 +110,15 @@ def import_weights(model: nn.Module, state: Mapping[str, Tensor]) -> None:
         )
     for name, parameter in gpt.named_parameters():
         spot = found[name]
-        over = groups.tp if spot.expert is None else groups.expt_tp
-        part = spot.form.cut([given[n] for n in _names(spot, groups.ep.rank(), gpt)], over.rank(), over.size())
+        tensors: Sequence[Tensor] = [state[n] for n in spot.ours]
+        over = groups.tp
+        if spot.expert is not None:
+            experts, over = tensors[0], groups.expt_tp
+            if len(experts) != gpt.config.num_moe_experts:
+                numbers = f"{gpt.config.num_moe_experts} in the Megatron model and {len(experts)} in the state dict"
+                raise ValueError(f"the experts of {name} are {numbers}: build both from the same configs")
+            tensors = experts[_expert(spot, groups.ep.rank(), gpt)].chunk(len(spot.form.shares))
+        part = spot.form.cut(tensors, over.rank(), over.size())
         if part.shape != parameter.shape:
             shapes = f"{tuple(parameter.shape)} in the Megatron model and {tuple(part.shape)} in the state dict"
             raise ValueError(f"{name} is {shapes}: build both from the same configs, with heads and widths that divide")
@@ -132,14 +132,18 @@ def export_weights(model: nn.Module, of: Callable[[nn.Parameter], Tensor] = Tens
     `of` selects what to export of a parameter, such as its gradient.
     """
     (gpt,) = unwrap_model([model])
-    found, groups, state = spots(gpt), gpt.pg_collection, {}
+    found, groups = spots(gpt), gpt.pg_collection
+    state: dict[str, Tensor] = {}
+    experts: dict[str, dict[int, Tensor]] = defaultdict(dict)
     for name, parameter in gpt.named_parameters():
         spot = found[name]
-        parts = _gathered(of(parameter), groups.tp if spot.expert is None else groups.expt_tp)
-        for position, whole in enumerate(spot.form.glue(parts)):
-            for rank, tensor in enumerate([whole] if spot.expert is None else _gathered(whole, groups.ep)):
-                state[_names(spot, rank, gpt)[position]] = tensor.to("cpu", copy=True).contiguous()
-    return _stacked(state)
+        tensors = spot.form.glue(_gathered(of(parameter), groups.tp if spot.expert is None else groups.expt_tp))
+        if spot.expert is None:
+            state |= {ours: _on_cpu(tensor) for ours, tensor in zip(spot.ours, tensors, strict=True)}
+        else:
+            for rank, tensor in enumerate(_gathered(torch.cat(tensors), groups.ep)):
+                experts[spot.ours[0]][_expert(spot, rank, gpt)] = _on_cpu(tensor)
+    return state | {name: torch.stack([own[e] for e in sorted(own)]) for name, own in experts.items()}
 
 
 def with_vocabulary(state: Mapping[str, Tensor], vocab_size: int) -> dict[str, Tensor]:
@@ -186,38 +190,13 @@ def _of_layer(layer: ResidualLayer) -> Iterator[tuple[str, Spot]]:
         yield f"readout.{name}", Spot(WHOLE, (f"stack.readout.{name}",))
 
 
-def _names(spot: Spot, rank: int, model: Any) -> list[str]:
-    """The decoder's names; an expert's end with its global index, given its `rank` among the expert ranks."""
-    if spot.expert is None:
-        return list(spot.ours)
-    number = rank * (model.config.num_moe_experts // model.pg_collection.ep.size()) + spot.expert
-    return [f"{name}.{number}" for name in spot.ours]
+def _expert(spot: Spot, rank: int, model: Any) -> int:
+    """The index of a spot's expert among all, given its `rank` among the expert ranks."""
+    return rank * (model.config.num_moe_experts // model.pg_collection.ep.size()) + spot.expert
 
 
-def _one_by_one(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The state dict with separate tensors for every expert."""
-    found: dict[str, Tensor] = {}
-    for name, tensor in state.items():
-        branch, _, last = name.rpartition(".")
-        if last == "gate_up":
-            for expert, (gate, up) in enumerate(tensor.unflatten(1, (2, -1))):
-                found |= {f"{branch}.gate.{expert}": gate, f"{branch}.up.{expert}": up}
-        elif last == "down" and tensor.dim() == 3:
-            found |= {f"{name}.{expert}": down for expert, down in enumerate(tensor)}
-        else:
-            found[name] = tensor
-    return found
-
-
-def _stacked(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The inverse of `_one_by_one`."""
-    found = {name: tensor for name, tensor in state.items() if not name.rpartition(".")[2].isdigit()}
-    for branch in {name.rpartition(".down.")[0] for name in state if ".down." in name and name not in found}:
-        count = sum(name.startswith(f"{branch}.down.") for name in state)
-        experts = [[state[f"{branch}.{part}.{e}"] for part in ("gate", "up", "down")] for e in range(count)]
-        found[f"{branch}.gate_up"] = torch.stack([torch.cat([gate, up]) for gate, up, _ in experts])
-        found[f"{branch}.down"] = torch.stack([down for _, _, down in experts])
-    return found
+def _on_cpu(tensor: Tensor) -> Tensor:
+    return tensor.to("cpu", copy=True).contiguous()
 
 
 def _gathered(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
