@@ -75,21 +75,31 @@ def open_gate(streams, scale, parameters, COUNT: tl.constexpr, tile):
 
 
 @triton.jit
-def forward(given, count, tile, KEY: tl.constexpr, VALUE: tl.constexpr, STREAMS: tl.constexpr):
-    """λ = σ(ζ − a), λ h̃ + (1 − λ) v for every output stream, α and β of these, and what they mix for the branch."""
-    stored = tiles.load_streams(given.retrieved, tile, len(KEY))
-    live = tiles.combine(given.updates, given.coefficients, count, tile, STREAMS) if STREAMS > 0 else ()
-    masses, logits, key_scales, streams = (), (), (), ()
-    for o in tl.static_range(len(KEY)):
+def merge(stored, live, masses, VALUE: tl.constexpr):
+    """λ h̃ + (1 − λ) v for every output stream; without a live state h̃ alone."""
+    streams = ()
+    for o in tl.static_range(len(VALUE)):
         row = stored[o].to(tl.float32)
-        if STREAMS > 0:
+        if len(live) > 0:
+            row = masses[o][:, None] * row + (1 - masses[o])[:, None] * live[VALUE[o]]
+        streams = streams + (row,)
+    return streams
+
+
+@triton.jit
+def forward(given, count, tile, KEY: tl.constexpr, VALUE: tl.constexpr, STREAMS: tl.constexpr):
+    """λ = σ(ζ − a), the merged streams, α and β of these, and what they mix for the branch."""
+    stored = tiles.load_streams(given.retrieved, tile, len(KEY))
+    live = tiles.combine(given.updates, given.coefficients, count, tile, STREAMS)
+    masses, logits, key_scales = (), (), ()
+    if STREAMS > 0:
+        for o in tl.static_range(len(KEY)):
             keys = live[KEY[o]]
             scale = tiles.inverse_rms((keys,), given.eps, tile.D)
             logit = tl.sum(keys * tiles.parameter(given.query + o * tile.D, tile), 1) * scale
             mass = tl.sigmoid(tiles.load_number(given.log_partition, o, tile) - logit)
             masses, logits, key_scales = masses + (mass,), logits + (logit,), key_scales + (scale,)
-            row = mass[:, None] * row + (1 - mass)[:, None] * live[VALUE[o]]
-        streams = streams + (row,)
+    streams = merge(stored, live, masses, VALUE)
     alpha, beta, mixed = (), (), streams[0]
     if len(given.gates) > 0:
         scale = tiles.inverse_rms(streams, given.eps, tile.D)

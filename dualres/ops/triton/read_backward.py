@@ -17,7 +17,7 @@ from torch import Tensor
 from dualres.ops.arguments import ReadArguments
 from dualres.ops.triton import tiles
 from dualres.ops.triton.launch import columns, launch, pointers, rows
-from dualres.ops.triton.read import forward, open_gate, pack, transported
+from dualres.ops.triton.read import forward, merge, open_gate, pack, transported
 
 
 class Factors(NamedTuple):
@@ -226,14 +226,12 @@ def _weight_gradients(
     for start in range(first, tl.minimum(first + chunk, tokens), TOKENS):
         tile = tiles.tile_at(start + tl.arange(0, TOKENS), column, tokens, D)
         stored = tiles.load_streams(given.retrieved, tile, len(KEY))
-        live = tiles.combine(given.updates, given.coefficients, count, tile, STREAMS) if STREAMS > 0 else ()
-        streams, terms = (), ()
-        for o in tl.static_range(len(KEY)):
-            row = stored[o].to(tl.float32)
-            if STREAMS > 0:
-                mass = tiles.load_number(factors.masses, o, tile)[:, None]
-                row = mass * row + (1 - mass) * live[VALUE[o]]
-            streams = streams + (row,)
+        live = tiles.combine(given.updates, given.coefficients, count, tile, STREAMS)
+        masses, terms = (), ()
+        if STREAMS > 0:
+            for o in tl.static_range(len(KEY)):
+                masses = masses + (tiles.load_number(factors.masses, o, tile),)
+        streams = merge(stored, live, masses, VALUE)
         if len(given.gates) > 0:
             for n in tl.static_range(4):
                 factor = tiles.load_number(factors.projected, n, tile)[:, None]

@@ -140,14 +140,15 @@ def store_sums(partial, sums, column, D: tl.constexpr):
 
 @triton.jit
 def combine(updates, coefficients, count, tile, STREAMS: tl.constexpr):
-    """P^j = Σ_k C_k^j u_k with coefficients (K,J,N), a tuple over j."""
+    """P^j = Σ_k C_k^j u_k with coefficients (K,J,N), a tuple over j; () of no streams."""
     live = zeros(STREAMS, tile.at.shape)
-    for k in tl.range(0, count, num_stages=2):
-        update = load_row(pick(updates, k), tile)
-        terms = ()
-        for j in tl.static_range(STREAMS):
-            terms = terms + (load_number(coefficients, k * STREAMS + j, tile)[:, None] * update,)
-        live = added(live, terms)
+    if STREAMS > 0:
+        for k in tl.range(0, count, num_stages=2):
+            update = load_row(pick(updates, k), tile)
+            terms = ()
+            for j in tl.static_range(STREAMS):
+                terms = terms + (load_number(coefficients, k * STREAMS + j, tile)[:, None] * update,)
+            live = added(live, terms)
     return live
 
 
