@@ -7,7 +7,7 @@ h = Σ_j H_pre^j X^j = Σ_k w_k u_k with w_k = Σ_j H_pre^j C_k^j is then a sum 
 # ruff: noqa: N803
 # mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator, assignment"
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -15,7 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from dualres.ops.arguments import HyperReadArguments
-from dualres.ops.triton.common import INTERPRETED, combine, inverse_rms, launch, parameter, pointers, precision, rows
+from dualres.ops.triton import tiles
+from dualres.ops.triton.launch import INTERPRETED, Tiling, launch, pointers, rows
 
 LANES = 128  # tokens of a program that works on token-wise numbers
 FAR = tl.constexpr(-1e30)  # the logit of an entry that pads the matrix: finite, because −∞ − (−∞) is not a number
@@ -29,14 +30,6 @@ class Gates(NamedTuple):
     bias: Tensor  # (G,)
 
 
-class Tile(NamedTuple):
-    """Tokens by columns, for the matrix units."""
-
-    tokens: int
-    width: int
-    warps: int
-
-
 class Mixing(NamedTuple):
     """The gates of every token and what is made of them, all float32."""
 
@@ -44,33 +37,16 @@ class Mixing(NamedTuple):
     scale: Tensor  # the inverse norm of the live streams (N,)
     next_coefficients: Tensor  # (K+1,J,N)
     weights: Tensor  # of the updates in h (K,N)
-    potentials: Tensor  # log of what each Sinkhorn step divided the columns and the rows by (steps,2,J,N)
+    potentials: Tensor | None  # log of what each Sinkhorn step divided the columns and the rows by (steps,2,J,N)
 
 
 def hyper_read(given: HyperReadArguments) -> tuple[Tensor, Tensor]:
     """`autograd.hyper_read`."""
-    updates, coefficients, gates, norm, steps, eps, norm_eps = given
-    width = updates[0].shape[-1]
-    tokens = updates[0].numel() // width
-    mixing = mix(updates, coefficients, join(gates), steps, eps, keep=False)
-    h = torch.empty_like(updates[0])
-    tile = rows(width)
-    launch(
-        _sum_rows,
-        tile.grid(tokens),
-        pointers(updates),
-        mixing.weights,
-        norm,
-        h,
-        tokens,
-        len(updates),
-        norm_eps,
-        D=width,
-        TOKENS=tile.tokens,
-        WIDTH=tile.width,
-        warps=tile.warps,
-    )
-    return h, mixing.next_coefficients.view(len(updates) + 1, *coefficients.shape[1:])
+    updates, mixing = given.updates, mix(given, join(given.gates), keep=False)
+    h, tokens = torch.empty_like(updates[0]), mixing.scale.numel()
+    tiling = rows(tokens, h.shape[-1])
+    launch(_sum_rows, tiling, pointers(updates), mixing.weights, given.norm, h, tokens, len(updates), given.norm_eps)
+    return h, mixing.next_coefficients.view(len(updates) + 1, *given.coefficients.shape[1:])
 
 
 def join(gates: list[Tensor]) -> Gates:
@@ -80,60 +56,54 @@ def join(gates: list[Tensor]) -> Gates:
     return Gates(torch.cat(weights), scale, torch.cat(biases))
 
 
-def tile_of(streams: int) -> Tile:
-    """Over more warps where more streams of a tile are alive at once; few large ones for the interpreter."""
-    return Tile(32, 64, 1) if INTERPRETED else Tile(16, 32, 4 if streams <= 4 else 8)
+def matrix_tiles(tokens: int, gates: Gates) -> Tiling:
+    """For the matrix units: tokens by columns, over more warps where more streams of a tile are alive at once; few
+    large tiles for the interpreter."""
+    values, streams, width = gates.weight.shape
+    tile_tokens, tile_width, warps = (32, 64, 1) if INTERPRETED else (16, 32, 4 if streams <= 4 else 8)
+    constants = {
+        "STREAMS": streams,
+        "VALUES": values,
+        "PADDED": max(16, triton.next_power_of_2(values)),
+        "PRECISION": "ieee" if torch.version.hip else "tf32x3",  # float32 exactly, or as three products of tf32 parts
+        "D": width,
+        "TOKENS": tile_tokens,
+        "WIDTH": tile_width,
+    }
+    return Tiling((triton.cdiv(tokens, tile_tokens),), warps, constants)
 
 
-def mix(updates: list[Tensor], coefficients: Tensor, gates: Gates, steps: int, eps: float, keep: bool) -> Mixing:
+def lane_tiles(tokens: int, streams: int) -> Tiling:
+    """For token-wise numbers: a token in each lane of a program."""
+    constants = {"STREAMS": streams, "PADDED": triton.next_power_of_2(streams), "LANES": LANES}
+    return Tiling((triton.cdiv(tokens, LANES),), 4, constants)
+
+
+def mix(given: HyperReadArguments, gates: Gates, keep: bool) -> Mixing:
     """The gates of every token, and the coefficients that its write leaves; `keep` the potentials for a backward."""
+    coefficients = given.coefficients
     count, streams = coefficients.shape[:2]
-    values, _, width = gates.weight.shape
-    tokens = updates[0].numel() // width
-    new = coefficients.new_empty
-    kept = new(steps if keep else 0, 2, streams, tokens)
-    mixing = Mixing(new(values, tokens), new(tokens), new(count + 1, streams, tokens), new(count, tokens), kept)
-    tile = tile_of(streams)
+    tokens, new = coefficients[0, 0].numel(), coefficients.new_empty
+    mixing = Mixing(
+        projected=new(len(gates.bias), tokens),
+        scale=new(tokens),
+        next_coefficients=new(count + 1, streams, tokens),
+        weights=new(count, tokens),
+        potentials=new(given.steps, 2, streams, tokens) if keep else None,
+    )
     launch(
         _project,
-        (triton.cdiv(tokens, tile.tokens),),
-        pointers(updates),
+        matrix_tiles(tokens, gates),
+        pointers(given.updates),
         coefficients,
         gates.weight,
         mixing.projected,
         mixing.scale,
         tokens,
         count,
-        eps,
-        STREAMS=streams,
-        VALUES=values,
-        PADDED=max(16, triton.next_power_of_2(values)),
-        D=width,
-        TOKENS=tile.tokens,
-        WIDTH=tile.width,
-        PRECISION=precision(),
-        warps=tile.warps,
+        given.eps,
     )
-    launch(
-        _mix,
-        (triton.cdiv(tokens, LANES),),
-        coefficients,
-        mixing.projected,
-        mixing.scale,
-        gates.scale,
-        gates.bias,
-        mixing.next_coefficients,
-        mixing.weights,
-        mixing.potentials,
-        tokens,
-        count,
-        steps,
-        KEEP=keep,
-        STREAMS=streams,
-        PADDED=triton.next_power_of_2(streams),
-        LANES=LANES,
-        warps=4,
-    )
+    launch(_mix, lane_tiles(tokens, streams), coefficients, gates, mixing, tokens, count, given.steps)
     return mixing
 
 
@@ -150,22 +120,20 @@ def _project(
     STREAMS: tl.constexpr,
     VALUES: tl.constexpr,
     PADDED: tl.constexpr,
+    PRECISION: tl.constexpr,
     D: tl.constexpr,
     TOKENS: tl.constexpr,
     WIDTH: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """x W of all gate values, and the inverse norm of [X⁰; X¹; …]."""
-    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    token = tiles.tokens_of_program(TOKENS)
     present = token < tokens
     value = tl.arange(0, PADDED)
     total = tl.zeros([TOKENS, PADDED], tl.float32)
     squares = tl.zeros([TOKENS], tl.float32)
     for start in range(0, D, WIDTH):
         column = start + tl.arange(0, WIDTH)
-        mask = present[:, None] & (column < D)[None, :]
-        at = token[:, None] * D + column[None, :]
-        live = combine(updates, coefficients, count, tokens, token, present, at, mask, STREAMS, TOKENS, WIDTH)
+        live = tiles.combine(updates, coefficients, count, tiles.tile_at(token, column, tokens, D), STREAMS)
         for j in tl.static_range(STREAMS):
             squares += tl.sum(live[j] * live[j], 1)
             place = weight + (value[None, :] * STREAMS + j) * D + column[:, None]
@@ -176,21 +144,43 @@ def _project(
     tl.store(place, total, present[:, None] & (value < VALUES)[None, :])
 
 
-@triton.jit
-def gate_logits(projected, inverse, scale, bias, value, tokens, token, mask):
-    """z = scale · x̄ W + bias of the gate values `value`, with tokens along the last axis."""
-    e = tl.load(projected + value * tokens + token, mask, other=0.0)
-    return tl.load(scale + value, mask, other=0.0) * inverse * e + tl.load(bias + value, mask, other=0.0)
+class Lanes(NamedTuple):
+    """The matrices of a program's tokens, (PADDED, PADDED, LANES): entry i, j is real below STREAMS."""
+
+    tokens: Any  # N
+    i: Any
+    j: Any
+    token: Any
+    present: Any
+    of_row: Any  # whether there is such a token and such a row
+    of_column: Any
+    inverse: Any  # the inverse norm of the live streams
 
 
 @triton.jit
-def mixing_logits(projected, inverse, scale, bias, tokens, token, present, STREAMS: tl.constexpr, PADDED: tl.constexpr):
-    """The logits of H_res (PADDED, PADDED, LANES); the padding is a matrix of its own, far from the real one."""
+def lanes_of_program(mixing, tokens, STREAMS: tl.constexpr, PADDED: tl.constexpr, LANES: tl.constexpr):
     i, j = tl.arange(0, PADDED)[:, None, None], tl.arange(0, PADDED)[None, :, None]
-    real = (i < STREAMS) & (j < STREAMS) & present[None, None, :]
-    value = 2 * STREAMS + i * STREAMS + j
-    z = gate_logits(projected, inverse[None, None, :], scale, bias, value, tokens, token[None, None, :], real)
-    return tl.where((i < STREAMS) == (j < STREAMS), z, FAR)
+    token = tiles.tokens_of_program(LANES)
+    present = token < tokens
+    inverse = tl.load(mixing.scale + token, present, other=0.0)[None, None, :]
+    token, present = token[None, None, :], present[None, None, :]
+    return Lanes(tokens, i, j, token, present, present & (i < STREAMS), present & (j < STREAMS), inverse)
+
+
+@triton.jit
+def gate_logits(gates, mixing, value, lanes, mask):
+    """z = scale · x̄ W + bias of the gate values `value`."""
+    e = tl.load(mixing.projected + value * lanes.tokens + lanes.token, mask, other=0.0)
+    scale, bias = tl.load(gates.scale + value, mask, other=0.0), tl.load(gates.bias + value, mask, other=0.0)
+    return scale * lanes.inverse * e + bias
+
+
+@triton.jit
+def mixing_logits(gates, mixing, lanes, STREAMS: tl.constexpr):
+    """The logits of H_res; the padding is a matrix of its own, far from the real one."""
+    real = lanes.of_row & (lanes.j < STREAMS)
+    z = gate_logits(gates, mixing, (2 + lanes.i) * STREAMS + lanes.j, lanes, real)
+    return tl.where((lanes.i < STREAMS) == (lanes.j < STREAMS), z, FAR)
 
 
 @triton.jit
@@ -202,47 +192,37 @@ def _log_sum_exp(z, AXIS: tl.constexpr):
 @triton.jit(do_not_specialize=["tokens", "count", "steps"])
 def _mix(
     coefficients,
-    projected,
-    scales,
-    scale,
-    bias,
-    next_coefficients,
-    weights,
-    potentials,
+    gates,
+    mixing,
     tokens: tl.int64,
     count,
     steps,
-    KEEP: tl.constexpr,
     STREAMS: tl.constexpr,
     PADDED: tl.constexpr,
     LANES: tl.constexpr,
 ):
     """[H_res C, H_post] and Σ_j H_pre^j C^j. Sinkhorn by its potentials: log H_res = z − f_i − g_j, where the columns
     give g = lse_i(z − f) and then the rows f = lse_j(z − g)."""
-    token = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
-    present = token < tokens
-    inverse = tl.load(scales + token, present, other=0.0)
-    i, j = tl.arange(0, PADDED)[:, None, None], tl.arange(0, PADDED)[None, :, None]
-    lane, here = token[None, None, :], present[None, None, :]
-    z = mixing_logits(projected, inverse, scale, bias, tokens, token, present, STREAMS, PADDED)
+    lanes = lanes_of_program(mixing, tokens, STREAMS, PADDED, LANES)
+    i, j, token, of_row, of_column = lanes.i, lanes.j, lanes.token, lanes.of_row, lanes.of_column
+    z = mixing_logits(gates, mixing, lanes, STREAMS)
     f = tl.zeros([PADDED, 1, LANES], tl.float32)
     g = tl.zeros([1, PADDED, LANES], tl.float32)
     for step in range(0, steps):
         g = _log_sum_exp(z - f, 0)
         f = _log_sum_exp(z - g, 1)
-        if KEEP:
-            tl.store(potentials + (step * 2 * STREAMS + j) * tokens + lane, g, here & (j < STREAMS))
-            tl.store(potentials + (step * 2 * STREAMS + STREAMS + i) * tokens + lane, f, here & (i < STREAMS))
+        if mixing.potentials is not None:
+            tl.store(mixing.potentials + (step * 2 * STREAMS + j) * tokens + token, g, of_column)
+            tl.store(mixing.potentials + (step * 2 * STREAMS + STREAMS + i) * tokens + token, f, of_row)
     matrix = tl.exp(z - f - g)
-    of_column = here & (j < STREAMS)
-    pre = tl.sigmoid(gate_logits(projected, inverse[None, None, :], scale, bias, j, tokens, lane, of_column))
+    pre = tl.sigmoid(gate_logits(gates, mixing, j, lanes, of_column))
     for k in range(0, count):
-        c = tl.load(coefficients + (k * STREAMS + j) * tokens + lane, of_column, other=0.0)
+        c = tl.load(coefficients + (k * STREAMS + j) * tokens + token, of_column, other=0.0)
         moved = tl.sum(matrix * c, 1, keep_dims=True)
-        tl.store(next_coefficients + (k * STREAMS + i) * tokens + lane, moved, here & (i < STREAMS))
-        tl.store(weights + k * tokens + lane, tl.sum(pre * c, 1, keep_dims=True), here)
-    post = gate_logits(projected, inverse[None, None, :], scale, bias, STREAMS + j, tokens, lane, of_column)
-    tl.store(next_coefficients + (count * STREAMS + j) * tokens + lane, 2 * tl.sigmoid(post), of_column)
+        tl.store(mixing.next_coefficients + (k * STREAMS + i) * tokens + token, moved, of_row)
+        tl.store(mixing.weights + k * tokens + token, tl.sum(pre * c, 1, keep_dims=True), lanes.present)
+    post = tl.sigmoid(gate_logits(gates, mixing, STREAMS + j, lanes, of_column))
+    tl.store(mixing.next_coefficients + (count * STREAMS + j) * tokens + token, 2 * post, of_column)
 
 
 @triton.jit(do_not_specialize=["tokens", "count"])
@@ -259,13 +239,6 @@ def _sum_rows(
     WIDTH: tl.constexpr,
 ):
     """h = Norm(Σ_k w_k u_k)."""
-    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    column = tl.arange(0, WIDTH)
-    present = token < tokens
-    mask = present[:, None] & (column < D)[None, :]
-    at = token[:, None] * D + column[None, :]
-    mixed = combine(updates, weights, count, tokens, token, present, at, mask, 1, TOKENS, WIDTH)
-    row = mixed[0]
-    if norm is not None:
-        row = row * inverse_rms(mixed, norm_eps, D)[:, None] * parameter(norm, column, D)
-    tl.store(h + at, row.to(h.dtype.element_ty), mask)
+    tile = tiles.rows_of_program(tokens, D, TOKENS, WIDTH)
+    mixed = tiles.combine(updates, weights, count, tile, 1)
+    tiles.store_row(h, tile, tiles.norm_forward(mixed[0], norm, norm_eps, tile))

@@ -7,14 +7,13 @@ outputs × padded width is more than `REGISTERS`, groups of query sets run one a
 # ruff: noqa: N803, N806
 # mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator, assignment"
 
-import math
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from dualres.ops.triton.common import added, columns, launch, parameter, pick, pointers, rows, stream_rows, zeros
+from dualres.ops.triton import tiles
+from dualres.ops.triton.launch import columns, launch, pointers, rows
 
 REGISTERS = 16384  # float32 accumulators that 16 warps hold beside the rows they work on
 
@@ -23,18 +22,18 @@ def prefix(history: list[Tensor], queries: Tensor, key: list[int], value: list[i
     """`autograd.prefix`."""
     state, (sets, outputs, width) = history[0], queries.shape
     streams, *shape = state.shape[:-1]
-    tokens = math.prod(shape)
     retrieved = [state.new_empty(outputs, *shape, width) for _ in range(sets)]
     partition = [queries.new_empty(outputs, *shape) for _ in range(sets)]
     logits = queries.new_empty(len(history), sets, outputs, *shape)
     norms = queries.new_empty(len(history), streams, *shape)
+    tokens = norms[0, 0].numel()
     group = group_size(sets, outputs, width)
-    tile = rows(width, group * outputs)
+    tiling = rows(tokens, width, group * outputs)
     for first in range(0, sets, group):
         chosen = slice(first, first + group)
         launch(
             _prefix,
-            tile.grid(tokens),
+            tiling,
             pointers(history),
             queries[chosen],
             tuple(retrieved[chosen]),
@@ -47,12 +46,7 @@ def prefix(history: list[Tensor], queries: Tensor, key: list[int], value: list[i
             eps,
             KEY=tuple(key),
             VALUE=tuple(value),
-            SETS=group,
             STREAMS=streams,
-            D=width,
-            TOKENS=tile.tokens,
-            WIDTH=tile.width,
-            warps=tile.warps,
         )
     return [*retrieved, *partition, logits, norms]
 
@@ -73,12 +67,12 @@ def prefix_backward(
     streams, tokens = len(history[0]), norms[0, 0].numel()
     products = torch.empty_like(logits)  # (R,U,O,B,T)
     group = group_size(sets, outputs, width)
-    tile = rows(width, group * outputs)
+    tiling = rows(tokens, width, group * outputs)
     for first in range(0, sets, group):
         chosen = slice(first, first + group)
         launch(
             _products,
-            tile.grid(tokens),
+            tiling,
             pointers(history),
             tuple(d_retrieved[chosen]),
             products[:, chosen],
@@ -86,20 +80,15 @@ def prefix_backward(
             len(history),
             sets * outputs,
             VALUE=tuple(value),
-            SETS=group,
             STREAMS=streams,
-            D=width,
-            TOKENS=tile.tokens,
-            WIDTH=tile.width,
-            warps=tile.warps,
         )
     weights, d_scores, shrinks = _softmax_backward(products, d_partition, partition, logits, norms, key, width)
     d_history = [torch.empty_like(state) for state in history]
-    cut = columns(tokens, width, 2 * sets * outputs)
-    partial = queries.new_empty(cut.grid[1], *queries.shape)  # (chunks,U,O,D)
+    tiling = columns(tokens, width, 2 * sets * outputs)
+    partial = queries.new_empty(tiling.grid[1], *queries.shape)  # (chunks,U,O,D)
     launch(
         _prefix_backward,
-        cut.grid,
+        tiling,
         pointers(history),
         pointers(d_history),
         tuple(d_retrieved),
@@ -110,15 +99,10 @@ def prefix_backward(
         partial,
         tokens,
         len(history),
-        cut.chunk,
+        tiling.chunk,
         KEY=tuple(key),
         VALUE=tuple(value),
-        SETS=sets,
         STREAMS=streams,
-        D=width,
-        TOKENS=cut.tokens,
-        WIDTH=cut.width,
-        warps=cut.warps,
     )
     return [*d_history, partial.sum(0)]
 
@@ -153,6 +137,15 @@ def group_size(sets: int, outputs: int, width: int) -> int:
     return max(size for size in range(1, sets + 1) if sets % size == 0 and size <= max(1, fitting))
 
 
+@triton.jit
+def _load_sets(retrieved, tile, OUTPUTS: tl.constexpr):
+    """The rows of every query set and output stream, as stored."""
+    made = ()
+    for u in tl.static_range(len(retrieved)):
+        made = made + tiles.load_streams(retrieved[u], tile, OUTPUTS)
+    return made
+
+
 @triton.jit(do_not_specialize=["tokens", "states", "pairs"])
 def _prefix(
     history,
@@ -167,7 +160,6 @@ def _prefix(
     eps,
     KEY: tl.constexpr,
     VALUE: tl.constexpr,
-    SETS: tl.constexpr,
     STREAMS: tl.constexpr,
     D: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -175,41 +167,35 @@ def _prefix(
 ):
     """ã = (q·v) · rstd(v); h̃ = Σ_r softmax_r(ã) v_r by the online softmax."""
     OUTPUTS: tl.constexpr = len(KEY)
-    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    column = tl.arange(0, WIDTH)
-    present = token < tokens
-    mask = present[:, None] & (column < D)[None, :]
-    at = token[:, None] * D + column[None, :]
-    sums = zeros(SETS * OUTPUTS, TOKENS, WIDTH)
-    largest, mass = (), ()
-    for _ in tl.static_range(SETS * OUTPUTS):
+    PAIRS: tl.constexpr = len(retrieved) * OUTPUTS
+    tile = tiles.rows_of_program(tokens, D, TOKENS, WIDTH)
+    sums = tiles.zeros(PAIRS, (TOKENS, WIDTH))
+    largest, mass = (), tiles.zeros(PAIRS, (TOKENS,))
+    for _ in tl.static_range(PAIRS):
         largest = largest + (tl.full([TOKENS], float("-inf"), tl.float32),)
-        mass = mass + (tl.zeros([TOKENS], tl.float32),)
-    ahead = stream_rows(history[0], tokens, at, mask, D, STREAMS)
+    ahead = tiles.load_streams(history[0], tile, STREAMS)
     for r in range(0, states):
         now = ahead  # the next state is on its way while this one is worked on
-        ahead = stream_rows(pick(history, r + 1), tokens, at, mask & (r + 1 < states), D, STREAMS)
+        ahead = tiles.load_streams(tiles.pick(history, r + 1), tile, STREAMS, r + 1 < states)
         streams, scales = (), ()
         for j in tl.static_range(STREAMS):
             stream = now[j].to(tl.float32)
-            scale = tl.rsqrt(tl.sum(stream * stream, 1) / D + eps)
-            tl.store(norms + (r * STREAMS + j) * tokens + token, scale, present)
+            scale = tiles.inverse_rms((stream,), eps, D)
+            tiles.store_number(norms, r * STREAMS + j, tile, scale)
             streams, scales = streams + (stream,), scales + (scale,)
         new_sums, new_largest, new_mass = (), (), ()
-        for n in tl.static_range(SETS * OUTPUTS):
-            query = parameter(queries + n * D, column, D)
+        for n in tl.static_range(PAIRS):
+            query = tiles.parameter(queries + n * D, tile)
             logit = tl.sum(streams[KEY[n % OUTPUTS]] * query, 1) * scales[KEY[n % OUTPUTS]]
-            tl.store(logits + (r * pairs + n) * tokens + token, logit, present)
+            tiles.store_number(logits, r * pairs + n, tile, logit)
             top = tl.maximum(largest[n], logit)
             kept, weight = tl.exp(largest[n] - top), tl.exp(logit - top)
             new_sums = new_sums + (sums[n] * kept[:, None] + streams[VALUE[n % OUTPUTS]] * weight[:, None],)
             new_largest, new_mass = new_largest + (top,), new_mass + (mass[n] * kept + weight,)
         sums, largest, mass = new_sums, new_largest, new_mass
-    for n in tl.static_range(SETS * OUTPUTS):
-        found = retrieved[n // OUTPUTS] + (n % OUTPUTS) * tokens * D + at
-        tl.store(found, (sums[n] / mass[n][:, None]).to(found.dtype.element_ty), mask)
-        zeta = largest[n] + tl.log(mass[n])
-        tl.store(partition[n // OUTPUTS] + (n % OUTPUTS) * tokens + token, zeta, present)
+    for n in tl.static_range(PAIRS):
+        tiles.store_row(retrieved[n // OUTPUTS] + (n % OUTPUTS) * tokens * D, tile, sums[n] / mass[n][:, None])
+        tiles.store_number(partition[n // OUTPUTS], n % OUTPUTS, tile, largest[n] + tl.log(mass[n]))
 
 
 @triton.jit(do_not_specialize=["tokens", "states", "pairs"])
@@ -221,29 +207,21 @@ def _products(
     states,
     pairs,
     VALUE: tl.constexpr,
-    SETS: tl.constexpr,
     STREAMS: tl.constexpr,
     D: tl.constexpr,
     TOKENS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
     """dp_r = d h̃ · v_r."""
-    OUTPUTS: tl.constexpr = len(VALUE)
-    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    column = tl.arange(0, WIDTH)
-    present = token < tokens
-    mask = present[:, None] & (column < D)[None, :]
-    at = token[:, None] * D + column[None, :]
-    gradients = ()
-    for u in tl.static_range(SETS):
-        gradients = gradients + stream_rows(d_retrieved[u], tokens, at, mask, D, OUTPUTS)
-    ahead = stream_rows(history[0], tokens, at, mask, D, STREAMS)
+    tile = tiles.rows_of_program(tokens, D, TOKENS, WIDTH)
+    gradients = _load_sets(d_retrieved, tile, len(VALUE))
+    ahead = tiles.load_streams(history[0], tile, STREAMS)
     for r in range(0, states):
-        now = ahead
-        ahead = stream_rows(pick(history, r + 1), tokens, at, mask & (r + 1 < states), D, STREAMS)
-        for n in tl.static_range(SETS * OUTPUTS):
-            product = tl.sum(gradients[n].to(tl.float32) * now[VALUE[n % OUTPUTS]].to(tl.float32), 1)
-            tl.store(products + (r * pairs + n) * tokens + token, product, present)
+        now = ahead  # the next state is on its way while this one is worked on
+        ahead = tiles.load_streams(tiles.pick(history, r + 1), tile, STREAMS, r + 1 < states)
+        for n in tl.static_range(len(gradients)):
+            product = tl.sum(gradients[n].to(tl.float32) * now[VALUE[n % len(VALUE)]].to(tl.float32), 1)
+            tiles.store_number(products, r * pairs + n, tile, product)
 
 
 @triton.jit(do_not_specialize=["tokens", "states", "chunk"])
@@ -261,7 +239,6 @@ def _prefix_backward(
     chunk,
     KEY: tl.constexpr,
     VALUE: tl.constexpr,
-    SETS: tl.constexpr,
     STREAMS: tl.constexpr,
     D: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -269,37 +246,30 @@ def _prefix_backward(
 ):
     """dv = Σ p dh̃ + Σ (da rstd) q − shrink · v, and the chunk's share of dq = Σ (da rstd) v."""
     OUTPUTS: tl.constexpr = len(KEY)
-    PAIRS: tl.constexpr = SETS * OUTPUTS
+    PAIRS: tl.constexpr = len(d_retrieved) * OUTPUTS
     column = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     first = tl.program_id(1).to(tl.int64) * chunk
-    d_queries = zeros(PAIRS, TOKENS, WIDTH)
+    d_queries = tiles.zeros(PAIRS, (TOKENS, WIDTH))
     for start in range(first, tl.minimum(first + chunk, tokens), TOKENS):
-        token = start + tl.arange(0, TOKENS)
-        present = token < tokens
-        mask = present[:, None] & (column < D)[None, :]
-        at = token[:, None] * D + column[None, :]
-        gradients = ()
-        for u in tl.static_range(SETS):
-            gradients = gradients + stream_rows(d_retrieved[u], tokens, at, mask, D, OUTPUTS)
+        tile = tiles.tile_at(start + tl.arange(0, TOKENS), column, tokens, D)
+        gradients = _load_sets(d_retrieved, tile, OUTPUTS)
         for r in range(0, states):
-            d_state = pick(d_history, r)
-            streams = stream_rows(pick(history, r), tokens, at, mask, D, STREAMS)
+            d_state = tiles.pick(d_history, r)
+            streams = tiles.load_streams(tiles.pick(history, r), tile, STREAMS)
             scored, terms = (), ()
             for n in tl.static_range(PAIRS):
-                d_score = tl.load(d_scores + (r * PAIRS + n) * tokens + token, present, other=0.0)[:, None]
+                d_score = tiles.load_number(d_scores, r * PAIRS + n, tile)[:, None]
                 scored = scored + (d_score,)
                 terms = terms + (d_score * streams[KEY[n % OUTPUTS]].to(tl.float32),)
-            d_queries = added(d_queries, terms)
+            d_queries = tiles.added(d_queries, terms)
             for j in tl.static_range(STREAMS):
-                shrink = tl.load(shrinks + (r * STREAMS + j) * tokens + token, present, other=0.0)[:, None]
+                shrink = tiles.load_number(shrinks, r * STREAMS + j, tile)[:, None]
                 d_stream = -shrink * streams[j].to(tl.float32)
                 for n in tl.static_range(PAIRS):
                     if KEY[n % OUTPUTS] == j:
-                        d_stream += scored[n] * parameter(queries + n * D, column, D)
+                        d_stream += scored[n] * tiles.parameter(queries + n * D, tile)
                     if VALUE[n % OUTPUTS] == j:
-                        weight = tl.load(weights + (r * PAIRS + n) * tokens + token, present, other=0.0)[:, None]
+                        weight = tiles.load_number(weights, r * PAIRS + n, tile)[:, None]
                         d_stream += weight * gradients[n].to(tl.float32)
-                tl.store(d_state + j * tokens * D + at, d_stream.to(d_state.dtype.element_ty), mask)
-    for n in tl.static_range(PAIRS):
-        place = partial + (tl.program_id(1).to(tl.int64) * PAIRS + n) * D + column
-        tl.store(place, tl.sum(d_queries[n], 0), column < D)
+                tiles.store_row(d_state + j * tokens * D, tile, d_stream)
+    tiles.store_sums(partial, d_queries, column, D)

@@ -3,62 +3,40 @@
 # ruff: noqa: N803
 # mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator, assignment"
 
-import math
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from dualres.ops.triton.common import combine, launch, pick, pointers, rows, stream_rows
+from dualres.ops.triton import tiles
+from dualres.ops.triton.launch import launch, pointers, rows
 
 
 def write(updates: list[Tensor], coefficients: Tensor) -> Tensor:
     """`autograd.write`."""
-    streams, *shape = coefficients.shape[1:]
-    tokens, width = math.prod(shape), updates[0].shape[-1]
-    live = updates[0].new_empty(streams, *shape, width)
-    tile = rows(width, streams)
-    launch(
-        _write,
-        tile.grid(tokens),
-        pointers(updates),
-        coefficients,
-        live,
-        tokens,
-        len(updates),
-        STREAMS=streams,
-        D=width,
-        TOKENS=tile.tokens,
-        WIDTH=tile.width,
-        warps=tile.warps,
-    )
+    tokens, width = coefficients[0, 0].numel(), updates[0].shape[-1]
+    live = updates[0].new_empty(*coefficients.shape[1:], width)
+    tiling = rows(tokens, width, len(live))
+    launch(_write, tiling, pointers(updates), coefficients, live, tokens, len(updates), STREAMS=len(live))
     return live
 
 
 def write_backward(d_live: Tensor, updates: list[Tensor], coefficients: Tensor) -> list[Tensor]:
     """`autograd.write_backward`."""
-    streams, *shape = coefficients.shape[1:]
-    tokens, width = math.prod(shape), d_live.shape[-1]
+    tokens, width = coefficients[0, 0].numel(), d_live.shape[-1]
     d_updates = [torch.empty_like(d_live[0]) for _ in coefficients]
     d_coefficients = torch.empty_like(coefficients)
-    tile = rows(width, streams)
     launch(
         _write_backward,
-        tile.grid(tokens),
+        rows(tokens, width, len(d_live)),
         d_live,
-        pointers(updates or d_updates),
+        pointers(updates),
         pointers(d_updates),
         coefficients,
         d_coefficients,
         tokens,
         len(d_updates),
-        LEARNED=bool(updates),
-        STREAMS=streams,
-        D=width,
-        TOKENS=tile.tokens,
-        WIDTH=tile.width,
-        warps=tile.warps,
+        STREAMS=len(d_live),
     )
     return [*d_updates, *([d_coefficients] if updates else [])]
 
@@ -76,14 +54,10 @@ def _write(
     WIDTH: tl.constexpr,
 ):
     """P^j = Σ_k C_k^j u_k."""
-    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    column = tl.arange(0, WIDTH)
-    present = token < tokens
-    mask = present[:, None] & (column < D)[None, :]
-    at = token[:, None] * D + column[None, :]
-    found = combine(updates, coefficients, count, tokens, token, present, at, mask, STREAMS, TOKENS, WIDTH)
+    tile = tiles.rows_of_program(tokens, D, TOKENS, WIDTH)
+    found = tiles.combine(updates, coefficients, count, tile, STREAMS)
     for j in tl.static_range(STREAMS):
-        tl.store(live + j * tokens * D + at, found[j].to(live.dtype.element_ty), mask)
+        tiles.store_row(live + j * tokens * D, tile, found[j])
 
 
 @triton.jit(do_not_specialize=["tokens", "count"])
@@ -95,28 +69,15 @@ def _write_backward(
     d_coefficients,
     tokens: tl.int64,
     count,
-    LEARNED: tl.constexpr,
     STREAMS: tl.constexpr,
     D: tl.constexpr,
     TOKENS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """du_k = Σ_j C_k^j dP^j, dC_k^j = u_k · dP^j."""
-    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    column = tl.arange(0, WIDTH)
-    present = token < tokens
-    mask = present[:, None] & (column < D)[None, :]
-    at = token[:, None] * D + column[None, :]
-    gradients = stream_rows(d_live, tokens, at, mask, D, STREAMS)
+    """du_k = Σ_j C_k^j dP^j and, where updates are given, dC_k^j = u_k · dP^j."""
+    tile = tiles.rows_of_program(tokens, D, TOKENS, WIDTH)
+    gradients = tiles.load_streams(d_live, tile, STREAMS)
     for k in range(0, count):
-        d_update = tl.zeros([TOKENS, WIDTH], tl.float32)
-        for j in tl.static_range(STREAMS):
-            weight = tl.load(coefficients + (k * STREAMS + j) * tokens + token, present, other=0.0)
-            d_update += weight[:, None] * gradients[j].to(tl.float32)
-        place = pick(d_updates, k) + at
-        tl.store(place, d_update.to(place.dtype.element_ty), mask)
-        if LEARNED:
-            update = tl.load(pick(updates, k) + at, mask, other=0.0).to(tl.float32)
-            for j in tl.static_range(STREAMS):
-                d_weight = tl.sum(update * gradients[j].to(tl.float32), 1)
-                tl.store(d_coefficients + (k * STREAMS + j) * tokens + token, d_weight, present)
+        d_weights = tiles.combine_backward(gradients, updates, d_updates, coefficients, k, tile)
+        for j in tl.static_range(len(d_weights)):
+            tiles.store_number(d_coefficients, k * STREAMS + j, tile, d_weights[j])

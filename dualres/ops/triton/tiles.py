@@ -1,0 +1,167 @@
+"""What kernels do with a tile: load and store it, sum the live streams, normalize, and their gradients."""
+# N tokens  D width  J streams  K updates
+# ruff: noqa: N803
+# mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator, assignment"
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+
+class Tile(NamedTuple):
+    """What one step of a program works on: some tokens by some columns of rows (N,D)."""
+
+    tokens: Any  # N
+    D: Any  # a constant
+    token: Any  # (TOKENS,)
+    present: Any  # whether there is such a token (TOKENS,)
+    column: Any  # (WIDTH,)
+    at: Any  # offsets in the rows (TOKENS, WIDTH)
+    mask: Any  # (TOKENS, WIDTH)
+
+
+@triton.jit
+def tokens_of_program(TOKENS: tl.constexpr):
+    """The tokens of a program that has some of them to itself (TOKENS,)."""
+    return tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+
+
+@triton.jit
+def tile_at(token, column, tokens, D: tl.constexpr):
+    present = token < tokens
+    mask = present[:, None] & (column < D)[None, :]
+    return Tile(tokens, D, token, present, column, token[:, None] * D + column[None, :], mask)
+
+
+@triton.jit
+def rows_of_program(tokens, D: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr):
+    """The tile of a program that has whole rows to itself."""
+    return tile_at(tokens_of_program(TOKENS), tl.arange(0, WIDTH), tokens, D)
+
+
+@triton.jit
+def load_number(numbers, n, tile):
+    """Each token's number of `numbers[n]`, where numbers are (…,N)."""
+    return tl.load(numbers + n * tile.tokens + tile.token, tile.present, other=0.0)
+
+
+@triton.jit
+def store_number(numbers, n, tile, number):
+    tl.store(numbers + n * tile.tokens + tile.token, number, tile.present)
+
+
+@triton.jit
+def load_row(stream, tile):
+    """The tile of a stream (N,D), in float32."""
+    return tl.load(stream + tile.at, tile.mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_row(stream, tile, row):
+    tl.store(stream + tile.at, row.to(stream.dtype.element_ty), tile.mask)
+
+
+@triton.jit
+def load_streams(state, tile, STREAMS: tl.constexpr, wanted=True):
+    """The streams of a state (J,N,D), as stored; zeros where it is not wanted."""
+    made = ()
+    for j in tl.static_range(STREAMS):
+        made = made + (tl.load(state + j * tile.tokens * tile.D + tile.at, tile.mask & wanted, other=0.0),)
+    return made
+
+
+@triton.jit
+def parameter(pointer, tile):
+    """A row of parameters (1, WIDTH): with two axes, it gets the layout of the streams that it meets."""
+    return tl.load(pointer + tile.column[None, :], (tile.column < tile.D)[None, :], other=0.0)
+
+
+@triton.jit
+def pick(pointers, index):
+    """`pointers[index]` for an index known only at run time."""
+    chosen = pointers[0]
+    for n in tl.static_range(1, len(pointers)):
+        chosen = tl.where(index == n, pointers[n], chosen)
+    return chosen
+
+
+@triton.jit
+def inverse_rms(streams, eps, D: tl.constexpr):
+    """1 / √(mean x² + eps) over the streams together."""
+    total = tl.sum(streams[0] * streams[0], 1)
+    for j in tl.static_range(1, len(streams)):
+        total += tl.sum(streams[j] * streams[j], 1)
+    return tl.rsqrt(total / (len(streams) * D) + eps)
+
+
+@triton.jit
+def norm_forward(row, norm, eps, tile):
+    """The branch's RMSNorm of its input, or the input itself without a norm."""
+    if norm is not None:
+        row = row * inverse_rms((row,), eps, tile.D)[:, None] * parameter(norm, tile)
+    return row
+
+
+@triton.jit
+def norm_backward(d_y, row, norm, eps, tile):
+    """dh = r g − r³ (g·h)/D h with g = w ⊙ dy. -> dh, and its factors r and r³ (g·h)/D"""
+    r = inverse_rms((row,), eps, tile.D)
+    d_row = d_y * parameter(norm, tile)
+    taken = r * r * r * tl.sum(d_row * row, 1) / tile.D
+    return r[:, None] * d_row - taken[:, None] * row, r, taken
+
+
+@triton.jit
+def zeros(COUNT: tl.constexpr, shape):
+    """A tuple of `COUNT` accumulators."""
+    made = ()
+    for _ in tl.static_range(COUNT):
+        made = made + (tl.zeros(shape, tl.float32),)
+    return made
+
+
+@triton.jit
+def added(sums, terms):
+    """`sums` + `terms`, one by one."""
+    made = ()
+    for n in tl.static_range(len(sums)):
+        made = made + (sums[n] + terms[n],)
+    return made
+
+
+@triton.jit
+def store_sums(partial, sums, column, D: tl.constexpr):
+    """The chunk's sums over its tokens, into `partial` (chunks, sums, D)."""
+    for n in tl.static_range(len(sums)):
+        place = partial + (tl.program_id(1).to(tl.int64) * len(sums) + n) * D + column
+        tl.store(place, tl.sum(sums[n], 0), column < D)
+
+
+@triton.jit
+def combine(updates, coefficients, count, tile, STREAMS: tl.constexpr):
+    """P^j = Σ_k C_k^j u_k with coefficients (K,J,N), a tuple over j; () of no streams."""
+    live = zeros(STREAMS, tile.at.shape)
+    if STREAMS > 0:
+        for k in tl.range(0, count, num_stages=2):
+            update = load_row(pick(updates, k), tile)
+            terms = ()
+            for j in tl.static_range(STREAMS):
+                terms = terms + (load_number(coefficients, k * STREAMS + j, tile)[:, None] * update,)
+            live = added(live, terms)
+    return live
+
+
+@triton.jit
+def combine_backward(d_live, updates, d_updates, coefficients, k, tile):
+    """Through the term of u_k: stores du_k = Σ_j C_k^j dP^j. -> dC_k^j = u_k · dP^j, a tuple over j; () without u"""
+    d_update = tl.zeros(tile.at.shape, tl.float32)
+    for j in tl.static_range(len(d_live)):
+        d_update += load_number(coefficients, k * len(d_live) + j, tile)[:, None] * d_live[j].to(tl.float32)
+    store_row(pick(d_updates, k), tile, d_update)
+    d_coefficients = ()
+    if len(updates) > 0:
+        update = load_row(pick(updates, k), tile)
+        for j in tl.static_range(len(d_live)):
+            d_coefficients = d_coefficients + (tl.sum(update * d_live[j].to(tl.float32), 1),)
+    return d_coefficients
