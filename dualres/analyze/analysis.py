@@ -110,19 +110,14 @@ def analyze(
 
 
 def _summary(found: dict[str, Tensor]) -> dict[str, float]:
-    summary = {}
-    if "divergence" in found:
-        summary["mean_divergence"] = float(found["divergence"].mean())
-    if "auxiliary" in found:
-        summary["mean_auxiliary"] = float(found["auxiliary"].mean())
+    plain = {"mean_divergence": "divergence", "mean_auxiliary": "auxiliary", "mean_rescue_gap": "rescue_gaps"}
+    summary = {name: float(found[array].mean()) for name, array in plain.items() if array in found}
     if "cka" in found and len(found["cka"]) == 2:
         cross = found["cka"][0, 1]
         summary["mean_cka"] = float(cross.mean())
         summary["mean_cka_same_layer"] = float(cross.diagonal().mean())
     if "write_gaps" in found:
         summary["mean_absolute_write_gap"] = float(found["write_gaps"].abs().mean())
-    if "rescue_gaps" in found:
-        summary["mean_rescue_gap"] = float(found["rescue_gaps"].mean())
     if "write_gaps" in found and "rescue_gaps" in found:
         slope, intercept, correlation = association(found["write_gaps"], found["rescue_gaps"])
         summary |= {"gap_slope": slope, "gap_intercept": intercept, "gap_correlation": correlation}

@@ -20,7 +20,7 @@ Size = tuple[float, float]  # inches
 SHARES, SIGNED = "viridis", "PuOr"  # color maps safe for color blindness; the first also in grayscale
 NUMBERED = 24  # most rows of a heat map whose cells show their values
 CELL = 0.24  # inches of a cell with a value
-MARK_LINE: Any = {"color": "0.4", "linestyle": ":", "linewidth": 1.2}
+REFERENCE_LINE: Any = {"color": "0.4", "linestyle": ":", "linewidth": 1.2}
 MARKS = ("o", "s", "^", "D", "v", "P", "X", "*")
 
 
@@ -36,21 +36,24 @@ class Limits(NamedTuple):
 
 
 def limits(analyses: Iterable[Analysis]) -> Limits:
-    given = list(analyses)
+    arrays = [analysis.arrays for analysis in analyses]
 
-    def most(name: str, least: float) -> float:
-        found = [np.nanmax(np.abs(a.arrays[name])) for a in given if name in a.arrays]
-        return max([least, *(float(value) for value in found if math.isfinite(value))])
+    def largest(least: float, *names: str) -> float:
+        found = [float(np.nanmax(np.abs(given[name]))) for given in arrays for name in names if name in given]
+        return max([least, *filter(math.isfinite, found)])
 
-    gaps = np.concatenate([[-0.1, 0.1], *(a.arrays["rescue_gaps"] for a in given if "rescue_gaps" in a.arrays)])
-    shares = [a.arrays["expert_load"] for a in given if "expert_load" in a.arrays]
-    loads = [float((share * share.shape[1]).max()) for share in shares]
+    gaps = np.concatenate([[-0.1, 0.1], *(given["rescue_gaps"] for given in arrays if "rescue_gaps" in given)])
     low, high = float(np.nanmin(gaps)), float(np.nanmax(gaps))
     room = 0.08 * (high - low)
-    rms = max(most("stream_rms", 0.0), most("history_rms", 0.0))
-    divergence = max(most("divergence", 0.05), most("divergence_output", 0.0))
-    write = 1.08 * most("write_gaps", 0.05)
-    return Limits(write, (low - room, high + room), rms, divergence, max([2.0, *loads]), most("auxiliary", 1.1))
+    shares = [given["expert_load"] for given in arrays if "expert_load" in given]
+    return Limits(
+        write_gap=1.08 * largest(0.05, "write_gaps"),
+        rescue_gap=(low - room, high + room),
+        rms=largest(0.0, "stream_rms", "history_rms"),
+        divergence=largest(0.05, "divergence", "divergence_output"),
+        load=max([2.0, *(float((share * share.shape[1]).max()) for share in shares)]),
+        auxiliary=largest(1.1, "auxiliary"),
+    )
 
 
 def cka_size(analysis: Analysis) -> Size:
@@ -66,7 +69,7 @@ def cka(figure: Figure | SubFigure, analysis: Analysis, limits: Limits) -> None:
     columns = min(len(pairs), 3)
     axes: Any = figure.subplots(math.ceil(len(pairs) / columns), columns, squeeze=False)
     for axis, (i, j) in zip(axes.flat, pairs, strict=False):
-        mesh = _heat(axis, analysis.arrays["cka"][i, j], Normalize(0, 1), SHARES, digits=2)
+        mesh = _heat(axis, analysis.arrays["cka"][i, j], Normalize(0, 1), SHARES, numbers=True)
         axis.set(xlabel=f"stream {j}, layer", ylabel=f"stream {i}, layer", aspect="equal")
     for axis in axes.flat[len(pairs) :]:
         axis.axis("off")
@@ -82,7 +85,7 @@ def rescue(figure: Figure | SubFigure, analysis: Analysis, limits: Limits) -> No
     """Rows are layers, columns the kept stream."""
     found = analysis.arrays["rescue"]
     axis = figure.subplots()
-    mesh = _heat(axis, found, TwoSlopeNorm(0, -1, 1), SIGNED, digits=2, first_column=0)
+    mesh = _heat(axis, found, TwoSlopeNorm(0, -1, 1), SIGNED, numbers=True, first_column=0)
     axis.set(xlabel="kept stream", ylabel="layer")
     figure.colorbar(mesh, ax=axis, label="rescue gain R", extend="min" if np.nanmin(found) < -1 else "neither")
 
@@ -126,7 +129,7 @@ def retrieval(figure: Figure | SubFigure, analysis: Analysis, limits: Limits) ->
     norm = PowerNorm(0.5, 0, 1)  # weights are small when there are many states
     for j in range(outputs):
         for axis, values in zip(axes[:, j], (found[0::2, j], found[1::2, j], output[j : j + 1]), strict=True):
-            mesh = _heat(axis, values, norm, SHARES, digits=None, first_column=0)
+            mesh = _heat(axis, values, norm, SHARES, numbers=False, first_column=0)
         axes[0, j].set_title(f"stream {j}" if outputs > 1 else "single stream")
         axes[2, j].set_yticks([0.5], ["output"] if j == 0 else [""])
         axes[2, j].set_xlabel("state H")
@@ -148,7 +151,7 @@ def health(figure: Figure | SubFigure, analysis: Analysis, limits: Limits) -> No
     if "divergence" in arrays:
         curves = arrays["divergence"].reshape(-1, 2).T
         _lines(axes[2], curves, ["before attention", "before MLP"])
-        axes[2].axhline(float(arrays["divergence_output"]), label="output's read", **MARK_LINE)
+        axes[2].axhline(float(arrays["divergence_output"]), label="output's read", **REFERENCE_LINE)
         axes[2].set(xlabel="layer", ylabel="nats", ylim=(0, 1.5 * limits.divergence))
         axes[2].set_title("divergence of depth weights")
         axes[2].legend(loc="upper left")
@@ -159,7 +162,7 @@ def experts(figure: Figure | SubFigure, analysis: Analysis, limits: Limits) -> N
     arrays = analysis.arrays
     axes = figure.subplots(1, 3 if "router_curve" in arrays else 2)
     load = arrays["expert_load"] * arrays["expert_load"].shape[1]
-    mesh = _heat(axes[0], load, TwoSlopeNorm(1, 0, limits.load), SIGNED, digits=None)
+    mesh = _heat(axes[0], load, TwoSlopeNorm(1, 0, limits.load), SIGNED, numbers=False)
     axes[0].set(xlabel="expert", ylabel="layer", title="load relative to uniform")
     figure.colorbar(mesh, ax=axes[0])
     _lines(axes[1], [arrays["auxiliary"]], [""])
@@ -172,18 +175,18 @@ def experts(figure: Figure | SubFigure, analysis: Analysis, limits: Limits) -> N
         axes[2].set(xlabel="step", title=f"during training, {width}-step average")
         axes[2].grid(alpha=0.3)
     for axis in axes[1:]:
-        axis.axhline(1, **MARK_LINE)
+        axis.axhline(1, **REFERENCE_LINE)
 
 
-def _heat(axis: Axes, values: Array, norm: Normalize, cmap: str, digits: int | None, first_column: int = 1) -> QuadMesh:
-    """Rows from the top, NaN blank, values printed in the cells of small maps; rows are counted from 1."""
+def _heat(axis: Axes, values: Array, norm: Normalize, cmap: str, numbers: bool, first_column: int = 1) -> QuadMesh:
+    """Rows from the top and counted from 1, NaN blank; `numbers` prints the values in the cells of small maps."""
     shown = np.ma.masked_invalid(values)
     mesh = axis.pcolormesh(shown, norm=norm, cmap=cmap, edgecolors="white", linewidth=0.3)
     axis.invert_yaxis()
-    if digits is not None and max(values.shape) <= NUMBERED:
+    if numbers and max(values.shape) <= NUMBERED:
         for (row, column), value in np.ndenumerate(values):
             if math.isfinite(value):
-                text = f"{value:.{digits}f}".replace("0.", ".", 1) if abs(value) < 1 else f"{value:.1f}"
+                text = f"{value:.2f}".replace("0.", ".", 1) if abs(value) < 1 else f"{value:.1f}"
                 color = _readable(mesh.cmap, norm(value))
                 axis.text(column + 0.5, row + 0.5, text, ha="center", va="center", fontsize=5, color=color)
     for ticked, cells, first in ((axis.yaxis, len(values), 1), (axis.xaxis, values.shape[1], first_column)):

@@ -132,10 +132,8 @@ def _layout(folder: Path) -> dict[str, list[Path]]:
 def _string(row: dict[str, Any], key: str, where: str) -> str:
     value = row.get(key)
     if not isinstance(value, str) or (key == "source" and not value):
-        raise DataError(
-            f"{where} has {value!r:.40} as `{key}`, not a string (it has {', '.join(row) or 'nothing'}): fix or remove "
-            "the row"
-        )
+        keys = ", ".join(row) or "nothing"
+        raise DataError(f"{where} has {value!r:.40} as `{key}`, not a string (it has {keys}): fix or remove the row")
     try:
         value.encode()
     except UnicodeEncodeError as error:  # JSON can encode a lone surrogate, "\\ud800"

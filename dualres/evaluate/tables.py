@@ -21,6 +21,10 @@ FIRST_TOKEN = {
     "scored": "every token scored, the first of a document given the token that begins or separates documents",
     "skipped": "the first token of each window skipped",
 }
+OTHER_TOKENIZERS = (
+    "The models have different tokenizers: per-token loss and perplexity are not comparable and not bold. Compare per "
+    "byte."
+)
 PAPER_TOKENS = (
     "The paper does not name its tokenizer, on which its per-token numbers depend: compare them with caution."
 )
@@ -53,14 +57,8 @@ class ResultTable(NamedTuple):
 
 def tables(models: Sequence[ModelResult], request: EvaluationRequest) -> list[ResultTable]:
     """The tables of the measures that were requested."""
-    made = []
-    if request.validation is not None or request.sources:
-        made.append(fit(models, request))
-    if request.sources:
-        made.append(by_source(models, request))
-    if request.tasks:
-        made.append(zero_shot(models, request))
-    return made
+    wanted = {fit: request.validation or request.sources, by_source: request.sources, zero_shot: request.tasks}
+    return [make(models, request) for make, measured in wanted.items() if measured]
 
 
 def is_paloma(request: EvaluationRequest) -> bool:
@@ -109,8 +107,8 @@ def _fit_notes(models: Sequence[ModelResult], request: EvaluationRequest) -> tup
     if request.validation is not None:
         tokens = _by_model(models, [m.validation and f"{m.validation.tokens:,} tokens" for m in models])
         notes.append(
-            f"Val. loss: nats per token on {tokens} of {request.validation.name}, in {_windows(models)}, packed as in "
-            "training; the paper's is on FineWeb-Edu."
+            f"Val. loss: nats per token on {tokens} of {request.validation.name}, in windows of {_contexts(models)}, "
+            "packed as in training; the paper's is on FineWeb-Edu."
         )
     if request.sources:
         notes.append(_perplexity_note(models, request))
@@ -121,7 +119,7 @@ def _fit_notes(models: Sequence[ModelResult], request: EvaluationRequest) -> tup
             "Skipped tokens are not predicted but their bytes count: with different windows or tokenizers, per-byte "
             "numbers are not comparable and none is bold."
         )
-    return (*notes, PAPER_TOKENS, f"Lower is better. {BEST}", *_tokenizer_notes(models))
+    return (*notes, PAPER_TOKENS, *_closing_notes(models))
 
 
 def by_source(models: Sequence[ModelResult], request: EvaluationRequest) -> ResultTable:
@@ -149,7 +147,7 @@ def by_source(models: Sequence[ModelResult], request: EvaluationRequest) -> Resu
         ("Source", *(model.name for model in models), *methods),
         tuple(rows),
         (),
-        (*notes, f"Lower is better. {BEST}", *_tokenizer_notes(models), "report.json has all measures per source."),
+        (*notes, *_closing_notes(models), "report.json has all measures per source."),
     )
 
 
@@ -178,10 +176,9 @@ def _zero_shot_notes(models: Sequence[ModelResult], request: EvaluationRequest) 
     titles = {m: [d.task.title for d in request.tasks if d.task.metric == m] for m in ("acc_norm", "acc")}
     metrics = "; ".join(f"{metric} of {', '.join(names)}" for metric, names in titles.items() if names)
     harness = ", ".join(dict.fromkeys(score.harness for score in scores)) or harness_version()
-    context = _by_model(models, [f"{model.context:,} tokens" for model in models])
     notes = [
-        f"lm-evaluation-harness {harness}, default task formulations, zero-shot, context of at most {context}: "
-        f"{metrics}; ± standard error over documents."
+        f"lm-evaluation-harness {harness}, default task formulations, zero-shot, context of at most "
+        f"{_contexts(models)}: {metrics}; ± standard error over documents."
     ]
     if request.limit:
         notes.append(f"Only the first {request.limit:,} documents of each task: a trial run, not a result.")
@@ -211,6 +208,11 @@ def _zero_shot_notes(models: Sequence[ModelResult], request: EvaluationRequest) 
     return (*notes, f"Higher is better; Avg. is the unweighted mean over tasks. {BEST}")
 
 
+def _closing_notes(models: Sequence[ModelResult]) -> list[str]:
+    lower = f"Lower is better. {BEST}"
+    return [lower] if same_tokenizer(models) else [lower, OTHER_TOKENIZERS]
+
+
 def _describe_sources(request: EvaluationRequest) -> str:
     """For a title."""
     if is_paloma(request):
@@ -222,22 +224,13 @@ def _describe_sources(request: EvaluationRequest) -> str:
 def _perplexity_note(models: Sequence[ModelResult], request: EvaluationRequest) -> str:
     documents, size = (sum(getattr(source, name) for source in request.sources) for name in ("documents", "bytes"))
     return (
-        f"Perplexity: {documents:,} documents of {size:,} bytes, each scored on its own in {_windows(models)}, "
-        f"{FIRST_TOKEN[request.first_token]}."
+        f"Perplexity: {documents:,} documents of {size:,} bytes, each scored on its own in windows of "
+        f"{_contexts(models)}, {FIRST_TOKEN[request.first_token]}."
     )
 
 
-def _tokenizer_notes(models: Sequence[ModelResult]) -> list[str]:
-    if same_tokenizer(models):
-        return []
-    return [
-        "The models have different tokenizers: per-token loss and perplexity are not comparable and not bold. Compare "
-        "per byte."
-    ]
-
-
-def _windows(models: Sequence[ModelResult]) -> str:
-    return f"windows of {_by_model(models, [f'{model.context:,} tokens' for model in models])}"
+def _contexts(models: Sequence[ModelResult]) -> str:
+    return _by_model(models, [f"{model.context:,} tokens" for model in models])
 
 
 def _by_model(models: Sequence[ModelResult], texts: Sequence[str | None]) -> str:
