@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dualres.analyze.cka import StreamStates, cross_stream_cka
 from dualres.analyze.experts import RouterChoices
-from dualres.analyze.gates import WriteGates, association, rescue_gaps, write_gaps
+from dualres.analyze.gates import WriteGates, association
 from dualres.analyze.norms import Norms
 from dualres.analyze.rescue import kl_rescue
 from dualres.analyze.retrieval import DepthWeights
@@ -25,6 +25,7 @@ from dualres.analyze.taps import stream_count, watching
 from dualres.config.schema import ConfigError
 from dualres.model.decoder import Decoder
 from dualres.util.atomic_files import write_bytes, write_json
+from dualres.util.finite_json import nonfinite_to_null
 from dualres.util.progress import Show, silent
 
 FOLDER, JSON, NPZ = "analysis", "analysis.json", "analysis.npz"
@@ -89,22 +90,10 @@ def analyze(
             hidden = decoder.hidden(row[None])
         if not hidden.isfinite().all():
             raise FloatingPointError(f"the model's states are not finite in sequence {number + 1}")
-    found: dict[str, Tensor] = {}
-    found["stream_rms"], found["history_rms"] = norms.means()
-    if (maps := depth.maps()) is not None:
-        found["retrieval"], found["retrieval_output"] = maps
-    if (divergences := depth.divergences()) is not None:
-        found["divergence"], found["divergence_output"] = divergences
-    if (balance := router.balance()) is not None:
-        found["expert_load"], found["auxiliary"] = balance
-    if (means := gates.means()) is not None:
-        found["write_gates"] = means
+    found = norms.arrays() | depth.arrays() | router.arrays() | gates.arrays()
     if streams > 1:
         found["cka"] = cross_stream_cka(states.states(), show)
-        rescue = kl_rescue(decoder, rows[:few], last, show)
-        found["kl_keep"], found["kl_none"] = rescue
-        found["rescue"] = rescue.gain()
-    summary = _summarize(found)
+        found |= kl_rescue(decoder, rows[:few], last, show)
     described = {
         **about,
         "layers": decoder.config.layers,
@@ -116,26 +105,19 @@ def analyze(
         "last_tokens": last,
         "retrieval_sequences": many,
     }
-    return Analysis(described, summary, {name: np.asarray(values.cpu(), np.float64) for name, values in found.items()})
+    found = {name: values.double().cpu() for name, values in found.items()}
+    return Analysis(described, _summary(found), {name: values.numpy() for name, values in found.items()})
 
 
-def _summarize(found: dict[str, Tensor]) -> dict[str, float]:
-    """The scalars; adds the gaps between two streams to `found`."""
-    summary = {}
-    if "divergence" in found:
-        summary["mean_divergence"] = float(found["divergence"].mean())
-    if "auxiliary" in found:
-        summary["mean_auxiliary"] = float(found["auxiliary"].mean())
+def _summary(found: dict[str, Tensor]) -> dict[str, float]:
+    plain = {"mean_divergence": "divergence", "mean_auxiliary": "auxiliary", "mean_rescue_gap": "rescue_gaps"}
+    summary = {name: float(found[array].mean()) for name, array in plain.items() if array in found}
     if "cka" in found and len(found["cka"]) == 2:
         cross = found["cka"][0, 1]
         summary["mean_cka"] = float(cross.mean())
         summary["mean_cka_same_layer"] = float(cross.diagonal().mean())
-    if "write_gates" in found and found["write_gates"].shape[1] == 2:
-        found["write_gaps"] = write_gaps(found["write_gates"])
+    if "write_gaps" in found:
         summary["mean_absolute_write_gap"] = float(found["write_gaps"].abs().mean())
-    if "rescue" in found and found["rescue"].shape[1] == 2:
-        found["rescue_gaps"] = rescue_gaps(found["rescue"])
-        summary["mean_rescue_gap"] = float(found["rescue_gaps"].mean())
     if "write_gaps" in found and "rescue_gaps" in found:
         slope, intercept, correlation = association(found["write_gaps"], found["rescue_gaps"])
         summary |= {"gap_slope": slope, "gap_intercept": intercept, "gap_correlation": correlation}
@@ -149,10 +131,10 @@ def write_analysis(folder: Path, analysis: Analysis) -> None:
     packed = io.BytesIO()
     np.savez_compressed(packed, **analysis.arrays)  # type: ignore[arg-type]
     write_bytes(folder / NPZ, packed.getvalue())
-    arrays = {name: _nan_to_null(values.tolist()) for name, values in analysis.arrays.items()}
+    arrays = {name: values.tolist() for name, values in analysis.arrays.items()}
     legend = {name: ARRAYS[name] for name in arrays}
-    found = {"about": analysis.about, "summary": _nan_to_null(analysis.summary), "legend": legend, "arrays": arrays}
-    write_json(folder / JSON, found)
+    found = {"about": analysis.about, "summary": analysis.summary, "legend": legend, "arrays": arrays}
+    write_json(folder / JSON, nonfinite_to_null(found))
 
 
 def read_analysis(folder: Path) -> Analysis | None:
@@ -167,12 +149,3 @@ def read_analysis(folder: Path) -> Analysis | None:
         return None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path} cannot be read ({error}): run `dualres analyze` again") from None
-
-
-def _nan_to_null(values: Any) -> Any:
-    """JSON has no NaN."""
-    if isinstance(values, dict):
-        return {key: _nan_to_null(value) for key, value in values.items()}
-    if isinstance(values, list):
-        return [_nan_to_null(value) for value in values]
-    return None if isinstance(values, float) and not math.isfinite(values) else values

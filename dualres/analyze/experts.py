@@ -1,7 +1,7 @@
 """Expert load: how evenly each router uses its experts, measured from outside the model."""
 # N tokens  E experts  L layers  k active experts
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,13 +9,6 @@ from torch.nn.functional import one_hot
 
 from dualres.analyze.taps import TokenMeans, Watcher
 from dualres.model.moe import MoE, router_logits
-
-
-class Balance(NamedTuple):
-    """Over all watched tokens."""
-
-    load: Tensor  # (L,E): f_e, the fraction of assignments, summing to one over experts
-    auxiliary: Tensor  # (L,): E · Σ_e f_e P_e, 1 for uniform routing
 
 
 class RouterChoices(Watcher):
@@ -33,9 +26,9 @@ class RouterChoices(Watcher):
         self.share.add(moe.layer, assigned.T / moe.active)
         self.probability.add(moe.layer, logits.softmax(-1).T)
 
-    def balance(self) -> Balance | None:
-        """None for a model without experts."""
+    def arrays(self) -> dict[str, Tensor]:
+        """f_e (L,E), which sums to one over experts, and E · Σ_e f_e P_e (L,), 1 for uniform routing."""
         if not self.share:
-            return None
+            return {}
         load = self.share.stacked()
-        return Balance(load, load.shape[1] * (load * self.probability.stacked()).sum(1))
+        return {"expert_load": load, "auxiliary": load.shape[1] * (load * self.probability.stacked()).sum(1)}

@@ -2,7 +2,7 @@
 # L layers  J streams  N blocks  O output streams  E experts
 
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -86,7 +86,7 @@ KINDS = (
         "1 rescues, with the least-squares line. The paper's 0.5B models (mean absolute write gap, correlation): "
         f"{_PAPER_GATES}.",
         "write_gaps",
-        panels.gates_size,
+        lambda analysis: (3.3, 2.7),
         panels.gates,
     ),
     FigureKind(
@@ -105,7 +105,7 @@ KINDS = (
         "RMS of the streams after each layer and of the states H_0 … H_N, and how much the depth weights of the two "
         "streams differ (Jensen–Shannon divergence, at most ln 2 = 0.693 nats).",
         "stream_rms",
-        panels.health_size,
+        lambda analysis: (7.2 if "divergence" in analysis.arrays else 4.9, 2.3),
         panels.health,
     ),
     FigureKind(
@@ -114,7 +114,7 @@ KINDS = (
         "Fraction of assignments that each expert receives, relative to uniform; auxiliary loss of the routers by "
         "layer (1.0 is uniform) and during training, as a moving average.",
         "expert_load",
-        panels.experts_size,
+        lambda analysis: (8.0 if "router_curve" in analysis.arrays else 5.6, 2.5),
         panels.experts,
     ),
 )
@@ -124,36 +124,36 @@ def sections(analyses: Mapping[str, Analysis]) -> list[Section]:
     """The figures of every model for a page; `analyses` by model name."""
     limits = panels.limits(analyses.values())
     found = []
-    for kind in KINDS:
-        having = {name: analysis for name, analysis in analyses.items() if kind.needs in analysis.arrays}
-        drawn = tuple(Panel(name, _render(_alone(kind, a, limits), "svg").decode()) for name, a in having.items())
-        if drawn:
-            found.append(Section(kind.name, kind.title, kind.text, drawn))
+    for kind, having in _drawable(analyses):
+        drawn = (Panel(name, _render(_alone(kind, a, limits), "svg").decode()) for name, a in having.items())
+        found.append(Section(kind.name, kind.title, kind.text, tuple(drawn)))
     return found
 
 
 def draw_one(analysis: Analysis, folder: Path) -> None:
     """Write the figures of one model to `folder`."""
     limits = panels.limits([analysis])
-    for kind in _kinds(analysis):
+    for kind, _ in _drawable({"": analysis}):
         _write(_alone(kind, analysis, limits), folder / kind.name)
 
 
 def is_drawn(analysis: Analysis, folder: Path) -> bool:
-    return all((folder / f"{kind.name}.{format}").is_file() for kind in _kinds(analysis) for format in FORMATS)
+    kinds = [kind for kind, _ in _drawable({"": analysis})]
+    return all((folder / f"{kind.name}.{format}").is_file() for kind in kinds for format in FORMATS)
 
 
 def draw_together(analyses: Mapping[str, Analysis], folder: Path) -> None:
     """Write one figure of each kind with all models side by side to `folder`."""
     limits = panels.limits(analyses.values())
+    for kind, having in _drawable(analyses):
+        _write(_together(kind, having, limits), folder / kind.name)
+
+
+def _drawable(analyses: Mapping[str, Analysis]) -> Iterator[tuple[FigureKind, dict[str, Analysis]]]:
+    """Every kind of figure with the analyses that have its array, if there are any."""
     for kind in KINDS:
-        having = {name: analysis for name, analysis in analyses.items() if kind.needs in analysis.arrays}
-        if having:
-            _write(_together(kind, having, limits), folder / kind.name)
-
-
-def _kinds(analysis: Analysis) -> list[FigureKind]:
-    return [kind for kind in KINDS if kind.needs in analysis.arrays]
+        if having := {name: analysis for name, analysis in analyses.items() if kind.needs in analysis.arrays}:
+            yield kind, having
 
 
 def _alone(kind: FigureKind, analysis: Analysis, limits: Limits) -> Figure:
@@ -165,22 +165,22 @@ def _alone(kind: FigureKind, analysis: Analysis, limits: Limits) -> Figure:
 
 def _together(kind: FigureKind, analyses: Mapping[str, Analysis], limits: Limits) -> Figure:
     """Panels in rows no wider than MAX_WIDTH."""
+    sizes = {method: kind.size(analysis) for method, analysis in analyses.items()}
     rows: list[list[str]] = [[]]
-    for method, analysis in analyses.items():
-        width = sum(kind.size(analyses[name])[0] for name in rows[-1]) + kind.size(analysis)[0]
-        if rows[-1] and width > MAX_WIDTH:
+    for method in analyses:
+        if rows[-1] and sum(sizes[name][0] for name in [*rows[-1], method]) > MAX_WIDTH:
             rows.append([])
         rows[-1].append(method)
-    sizes = [[kind.size(analyses[name]) for name in row] for row in rows]
-    widths = [sum(width for width, _ in row) for row in sizes]
-    heights = [max(height for _, height in row) + 0.3 for row in sizes]  # 0.3 for the model's name
+    widths = [[sizes[method][0] for method in row] for row in rows]
+    heights = [max(sizes[method][1] for method in row) + 0.3 for row in rows]  # 0.3 for the model's name
+    widest = max(sum(row) for row in widths)
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(max(widths), sum(heights)), layout="constrained")
+        figure = Figure(figsize=(widest, sum(heights)), layout="constrained")
         lines: Any = figure.subfigures(len(rows), 1, height_ratios=heights, squeeze=False)
-        for row, line, needed, width in zip(rows, lines[:, 0], sizes, widths, strict=True):
-            shares = [size[0] for size in needed]
-            rest = [max(widths) - width] if max(widths) - width > 0.1 else []
-            cells: Any = line.subfigures(1, len(row) + len(rest), width_ratios=[*shares, *rest], squeeze=False)
+        for row, line, shares in zip(rows, lines[:, 0], widths, strict=True):
+            rest = widest - sum(shares)
+            ratios = [*shares, rest] if rest > 0.1 else shares
+            cells: Any = line.subfigures(1, len(ratios), width_ratios=ratios, squeeze=False)
             for method, cell in zip(row, cells[0], strict=False):
                 kind.draw(cell, analyses[method], limits)
                 cell.suptitle(method, fontsize=9, fontweight="bold")

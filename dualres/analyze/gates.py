@@ -1,7 +1,7 @@
 """Write gates: how much of a branch's output each stream receives, and how that relates to the stream's rescue."""
 # B batch  T tokens  J streams  L layers
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -21,33 +21,22 @@ class WriteGates(Watcher):
         if weights is not None:
             self.gates.add(site.branch, weights[..., -self.last :].flatten(1))
 
-    def means(self) -> Tensor | None:
-        """(2L,J), None for a pathway without write gates."""
-        return self.gates.stacked() if self.gates else None
+    def arrays(self) -> dict[str, Tensor]:
+        """The means (2L,J) and, of two streams, the gaps g_n = E[β_n¹ − β_n⁰] of the MLP of each layer n (L,)."""
+        if not self.gates:
+            return {}
+        means = self.gates.stacked()
+        gaps = {"write_gaps": means[1::2, 1] - means[1::2, 0]} if means.shape[1] == 2 else {}
+        return {"write_gates": means, **gaps}
 
 
-class Association(NamedTuple):
-    """d ≈ slope · g + intercept by least squares, and Pearson's r; NaN if g or d does not vary."""
+def association(write: Tensor, rescue: Tensor) -> tuple[float, float, float]:
+    """Of write gaps g with rescue gaps d over layers. (L,), (L,) -> slope, intercept, correlation
 
-    slope: float
-    intercept: float
-    correlation: float
-
-
-def write_gaps(means: Tensor) -> Tensor:
-    """g_n = E[β_n¹ − β_n⁰] of the MLP of each layer. (2L,2) -> (L,)"""
-    return means[1::2, 1] - means[1::2, 0]
-
-
-def rescue_gaps(rescue: Tensor) -> Tensor:
-    """d_n = R_{n,1} − R_{n,0}. (L,2) -> (L,)"""
-    return rescue[:, 1] - rescue[:, 0]
-
-
-def association(write: Tensor, rescue: Tensor) -> Association:
-    """Of write gaps g with rescue gaps d over layers. (L,), (L,)"""
+    d ≈ slope · g + intercept by least squares, and Pearson's r; NaN if g or d does not vary.
+    """
     g, d = write.double() - write.double().mean(), rescue.double() - rescue.double().mean()
     slope = (g @ d) / (g @ g)
     intercept = rescue.double().mean() - slope * write.double().mean()
     correlation = (g @ d) / ((g @ g).sqrt() * (d @ d).sqrt())
-    return Association(float(slope), float(intercept), float(correlation))
+    return float(slope), float(intercept), float(correlation)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 
 from dualres.analyze.cka import StreamStates, same_layer_cka
-from dualres.analyze.gates import WriteGates, write_gaps
+from dualres.analyze.gates import WriteGates
 from dualres.analyze.norms import Norms
 from dualres.analyze.retrieval import DepthWeights
 from dualres.analyze.taps import eager, stream_count, watching
@@ -28,15 +28,14 @@ def health(stack: ResidualStack, forward: Callable[[], object]) -> dict[str, flo
     states, gates, depth, norms = StreamStates(LAST), WriteGates(), DepthWeights(), Norms()
     with eager(stack), watching(stack, states, gates, depth, norms):
         forward()
-    streams, history = norms.means()
-    found = {f"rms_stream_{j}": value for j, value in enumerate(streams[-1])}
-    found["rms_history_most"] = history.max()
+    arrays = norms.arrays() | gates.arrays() | depth.arrays()
+    found = {f"rms_stream_{j}": value for j, value in enumerate(arrays["stream_rms"][-1])}
+    found["rms_history_most"] = arrays["history_rms"].max()
     if stream_count(stack) > 1:
         found["cka"] = same_layer_cka(states.states()).mean()
-    means, divergences = gates.means(), depth.divergences()
-    if means is not None and means.shape[1] == 2:
-        found["write_gap"] = write_gaps(means).abs().mean()
-    if divergences is not None:
-        found["divergence"] = divergences[0].mean()
+    if "write_gaps" in arrays:
+        found["write_gap"] = arrays["write_gaps"].abs().mean()
+    if "divergence" in arrays:
+        found["divergence"] = arrays["divergence"].mean()
     values = {f"analysis/{name}": float(value) for name, value in found.items()}
     return {name: value for name, value in values.items() if math.isfinite(value)}

@@ -30,9 +30,9 @@ class Norms(Watcher):
     def closed(self, block: int, state: Tensor) -> None:
         self.history.add(block + 1, _rms(state))
 
-    def means(self) -> tuple[Tensor, Tensor]:
+    def arrays(self) -> dict[str, Tensor]:
         """Of the streams (L,J) and of the history (N+1,J)."""
-        return self.streams.stacked(), self.history.stacked()
+        return {"stream_rms": self.streams.stacked(), "history_rms": self.history.stacked()}
 
 
 def _rms(state: Tensor) -> Tensor:

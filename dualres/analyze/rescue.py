@@ -4,13 +4,13 @@ R_{n,j} = 1 − KL(p_clean ‖ p_keep-j) / max(KL(p_clean ‖ p_zero-all), 1e-12
 """
 # B batch  T tokens  D width  J streams  L layers  V vocabulary  N analyzed tokens
 
+import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from dualres.analyze.taps import Change, replacing
+from dualres.analyze.taps import Change, Site, replacing
 from dualres.model.attention import Context
 from dualres.model.block import ResidualBlock, after, embed
 from dualres.model.decoder import Decoder
@@ -21,21 +21,11 @@ FLOOR = 1e-12
 ROWS = 32  # tokens whose distributions are in memory at once
 
 
-class Rescue(NamedTuple):
-    """KL divergences of the interventions after every layer."""
-
-    keep: Tensor  # (L,J): KL(p_clean ‖ p_keep-j) in nats
-    none: Tensor  # (L,): KL(p_clean ‖ p_zero-all)
-
-    def gain(self) -> Tensor:
-        """R (L,J)"""
-        return 1 - self.keep / self.none.clamp(min=FLOOR).unsqueeze(1)
-
-
 @torch.no_grad()
-def kl_rescue(decoder: Decoder, sequences: Tensor, last: int, show: Show = silent) -> Rescue:
+def kl_rescue(decoder: Decoder, sequences: Tensor, last: int, show: Show = silent) -> dict[str, Tensor]:
     """Over the last `last` tokens of every sequence (B,T); one sequence in memory at a time.
 
+    KL(p_clean ‖ p_keep-j) (L,J), KL(p_clean ‖ p_zero-all) (L,), R (L,J) and, of two streams, R_{n,1} − R_{n,0} (L,).
     An intervention starts from the clean history before its block, so it costs only the rest of the network.
     """
     layers, streams = decoder.config.layers, decoder.stack.streams
@@ -45,18 +35,24 @@ def kl_rescue(decoder: Decoder, sequences: Tensor, last: int, show: Show = silen
         context = decoder.context(embedding, torch.arange(len(row), device=row.device)[None], mask=None)
         history, blocks = embed(embedding, streams), list(decoder.stack)
         clean = _logits(decoder, blocks, history, context, last)
-        layer = 0
+        branches = itertools.count()
         for b, block in enumerate(blocks):
-            for i in _layer_ends(blocks, b):
-                show(f"KL rescue  sequence {number + 1}/{len(sequences)}  layer {layer + 1}/{layers}")
+            for i in range(len(block.branches)):
+                site = Site(b, i, next(branches))
+                if not site.ends_layer:
+                    continue
+                show(f"KL rescue  sequence {number + 1}/{len(sequences)}  layer {site.layer + 1}/{layers}")
                 for case in range(streams + 1):
                     with replacing(block, i, keep_only(case)):
                         changed = after(block, history, context=context)
-                    total[layer, case] += _kl_sum(clean, _logits(decoder, blocks[b + 1 :], changed, context, last))
-                layer += 1
+                    rest = _logits(decoder, blocks[b + 1 :], changed, context, last)
+                    total[site.layer, case] += _kl_sum(clean, rest)
             history = after(block, history, context=context)
     mean = total / (len(sequences) * min(last, sequences.shape[1]))
-    return Rescue(mean[:, :streams], mean[:, streams])
+    keep, none = mean[:, :streams], mean[:, streams]
+    rescue = 1 - keep / none.clamp(min=FLOOR).unsqueeze(1)
+    gaps = {"rescue_gaps": rescue[:, 1] - rescue[:, 0]} if streams == 2 else {}
+    return {"kl_keep": keep, "kl_none": none, "rescue": rescue, **gaps}
 
 
 def keep_only(stream: int) -> Change:
@@ -69,12 +65,6 @@ def keep_only(stream: int) -> Change:
         return kept
 
     return change
-
-
-def _layer_ends(blocks: Sequence[ResidualBlock], b: int) -> list[int]:
-    """The branches of block b that end a layer; a block may start in the middle of one."""
-    first = sum(len(block.branches) for block in blocks[:b])
-    return [i for i in range(len(blocks[b].branches)) if (first + i) % 2 == 1]
 
 
 def _logits(decoder: Decoder, blocks: Sequence[ResidualBlock], history: History, context: Context, last: int) -> Tensor:

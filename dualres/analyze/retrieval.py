@@ -43,27 +43,25 @@ class DepthWeights(Watcher):
         if len(seen) == 2:
             self.divergence.add(branch, jensen_shannon(*seen))
 
-    def maps(self) -> tuple[Tensor, Tensor] | None:
-        """Mean weights of H_0 … H_N for every branch (2L,O,N+1) and for the output (O,N+1); None without retrieval.
+    def arrays(self) -> dict[str, Tensor]:
+        """Mean weights of H_0 … H_N for every branch (2L,O,N+1) and for the output (O,N+1).
 
-        The live streams count as the state they become. States that a branch cannot read are NaN.
+        The live streams count as the state they become. States that a branch cannot read are NaN. If two streams
+        retrieve, also their divergence in nats, for every branch (2L,) and for the output ().
         """
         if not self.weights:
-            return None
+            return {}
         output = self.weights[OUTPUT]
         _, *branches = self.weights.keys()
-        found = output.new_full((len(branches), *output.shape), math.nan)
+        maps = output.new_full((len(branches), *output.shape), math.nan)
         for branch in branches:
             row = self.weights[branch]
-            found[branch, :, : row.shape[1]] = row
-        return found, output
-
-    def divergences(self) -> tuple[Tensor, Tensor] | None:
-        """For every branch (2L,) and for the output (), in nats; None unless two streams retrieve."""
-        if not self.divergence:
-            return None
-        output, *branches = self.divergence.stacked()
-        return torch.stack(branches), output
+            maps[branch, :, : row.shape[1]] = row
+        found = {"retrieval": maps, "retrieval_output": output}
+        if self.divergence:
+            found["divergence_output"], *divergences = self.divergence.stacked()
+            found["divergence"] = torch.stack(divergences)
+        return found
 
 
 def jensen_shannon(p: Tensor, q: Tensor) -> Tensor:

@@ -52,6 +52,10 @@ class Watcher:
     Watchers look at states through the pathway's lenses: `streams`, `write_weights`, `depth_weights`.
     """
 
+    def arrays(self) -> dict[str, Tensor]:
+        """What was found, by its name in `analysis.ARRAYS`; what does not apply to the model is absent."""
+        return {}
+
     def opened(self, block: int, history: History) -> None:
         """A block has started from R states (J,B,T,D)."""
 

@@ -9,7 +9,6 @@ from typing import TypeVar
 
 import torch
 
-from dualres.config.schema import ConfigError
 from dualres.hub.open_model import TrainedModel
 
 MOST_ROWS = 64
@@ -17,12 +16,10 @@ USEFUL_TOKENS = {"cuda": 2**17, "cpu": 2**13}  # per batch; more are no faster
 MEMORY_SHARE = {"cuda": 0.8, "cpu": 0.5}  # of the free memory; a CPU's is shared, and running out of it is fatal
 CHUNK_BYTES = {"cuda": 2**28, "cpu": 2**24}  # of float32 logits per softmax; on a CPU, about a cache's size
 MEMINFO = Path("/proc/meminfo")
-CGROUPS = tuple(  # limit, usage and statistics of a container, in versions 2 and 1 of control groups
-    tuple(Path("/sys/fs/cgroup") / name for name in names)
-    for names in (
-        ("memory.max", "memory.current", "memory.stat"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
-    )
+CGROUP = Path("/sys/fs/cgroup")
+CGROUP_FILES = (  # limit, usage and statistics of a container, in versions 2 and 1 of control groups
+    ("memory.max", "memory.current", "memory.stat"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
 )
 
 Item = TypeVar("Item", bound=Sized)
@@ -41,31 +38,34 @@ class Batch:
     def over(self, rows: Sequence[Item], work: Callable[[Sequence[Item]], Result]) -> Iterator[Result]:
         """`work` on each batch of the rows, which are sorted by falling length."""
         start = 0
-        while start < len(rows):
-            count = max(1, self.tokens // len(rows[start]))
-            piece = rows[start : start + count]
-            result = self._attempt(piece, work)
-            if result is not None:
-                yield result[0]
-                start += len(piece)
 
-    def _attempt(self, piece: Sequence[Item], work: Callable[[Sequence[Item]], Result]) -> tuple[Result] | None:
+        def work_on_next(count: int) -> Result:
+            return work(rows[start : start + count])
+
+        while start < len(rows):
+            count = min(len(rows) - start, max(1, self.tokens // len(rows[start])))
+            fitting, result = halved_until_it_fits(count, work_on_next)
+            if fitting < count:
+                self.tokens = fitting * len(rows[start])
+            yield result
+            start += fitting
+
+
+def halved_until_it_fits(rows: int, work: Callable[[int], Result]) -> tuple[int, Result]:
+    """`work` on so many rows, or on half as many whenever GPU memory runs out; how many it was, and the result."""
+    while True:
         try:
-            return (work(piece),)
+            return rows, work(rows)
         except torch.OutOfMemoryError:
-            if len(piece) == 1:
+            if rows == 1:
                 raise
-        # Outside of `except`, whose traceback keeps the tensors alive.
-        self.tokens = len(piece) // 2 * len(piece[0])
+        rows //= 2  # outside of `except`, whose traceback keeps the tensors alive
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        return None
 
 
 def batch_for(model: TrainedModel, rows: int | None = None) -> Batch:
     """Batches of `rows` rows of the model's context, or of as many as are useful and, by our estimate, fit."""
-    if rows is not None and rows < 1:
-        raise ConfigError(f"a batch of {rows} rows is empty: use 1 or more, or omit it")
     if rows is None:
         kind = kind_of(model.device)
         useful = min(MOST_ROWS, USEFUL_TOKENS[kind] // model.context)
@@ -106,10 +106,10 @@ def free_memory(device: torch.device) -> int:
     free = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     with contextlib.suppress(OSError, ValueError, KeyError):  # not Linux
         free.append(_numbers(MEMINFO)["MemAvailable"] * 1024)
-    for limit, used, statistics in CGROUPS:
+    for limit, used, statistics in CGROUP_FILES:
         with contextlib.suppress(OSError, ValueError, KeyError):  # no control group of this version, or no limit
-            reclaimable = _numbers(statistics)["inactive_file"]  # counted as used
-            free.append(int(limit.read_text()) - int(used.read_text()) + reclaimable)
+            reclaimable = _numbers(CGROUP / statistics)["inactive_file"]  # counted as used
+            free.append(int((CGROUP / limit).read_text()) - int((CGROUP / used).read_text()) + reclaimable)
     return min(free)
 
 

@@ -50,37 +50,55 @@ class DocumentSource(NamedTuple):
 
 def find_sources(path: Path) -> list[DocumentSource]:
     """The sources of a file or folder. Everything is read once, so that errors appear before any model runs."""
-    if path.is_file():
-        found = _in_one_file(path)
-    elif path.is_dir():
-        found = []
-        for name, files in _layout(path).items():
-            tally = _Tally()
-            for text in _texts(name, files, by_row=False):
-                tally.add(text)
-            found.append(tally.source(name, files, by_row=False))
+    groups: list[tuple[str | None, list[Path]]]
+    if path.is_dir():
+        groups = [*_layout(path).items()]
+    elif path.is_file() and not path.name.endswith(ENDINGS):
+        raise DataError(f"{path} has an unknown suffix: use {', '.join(ENDINGS)}")
+    elif path.is_file():
+        groups = [(None, [path])]
     else:
         raise DataError(f"no documents at {path}: use a JSONL file, or a folder with a file or folder per source")
-    for source in found:
-        if source.bytes == 0:
-            where = ", ".join(str(file) for file in source.files[:3])
-            raise DataError(f"the source {source.name} has no text ({where}): add documents to it, or remove it")
-    return found
+    return [source for name, files in groups for source in _sources(name, files)]
 
 
 def texts(source: DocumentSource) -> Iterator[str]:
     """The documents of a source. Raises at the end if they changed since the source was found."""
     tally = _Tally()
-    for text in _texts(source.name, source.files, source.by_row):
-        tally.add(text)
-        yield text
+    for _, name, text in _documents(None if source.by_row else source.name, source.files):
+        if name == source.name:
+            tally.add(text)
+            yield text
     if tally.hash.hexdigest() != source.content:
         raise DataError(f"the source {source.name} changed while it was read: run the command again")
 
 
-def group_name(source: str) -> str:
-    """The paper's name of a Paloma source; other sources keep theirs."""
-    return PALOMA.get(source, source)
+def _sources(name: str | None, files: Sequence[Path]) -> Iterator[DocumentSource]:
+    """The source with this name; without a name, those that the rows name, in the order of their first rows."""
+    tallies: dict[str, _Tally] = {}
+    for where, source, text in _documents(name, files):
+        if source not in tallies and len(tallies) == MOST_SOURCES:
+            raise DataError(
+                f"{where} has source number {MOST_SOURCES + 1:,}, {source!r:.40}: `source` must name a collection of "
+                "texts, not each text"
+            )
+        tallies.setdefault(source, _Tally()).add(text)
+    for source, tally in (tallies or {name or _stem(files[0]): _Tally()}).items():
+        if tally.bytes == 0:
+            where = ", ".join(str(file) for file in files[:3])
+            raise DataError(f"the source {source} has no text ({where}): add documents to it, or remove it")
+        content = tally.hash.hexdigest()
+        yield DocumentSource(source, tuple(files), name is None, tally.documents, tally.bytes, content)
+
+
+def _documents(name: str | None, files: Sequence[Path]) -> Iterator[tuple[str, str, str]]:
+    """Location, source and text of every row. The source is `name`, or what the row says without one."""
+    for path in files:
+        for where, row in json_rows(path):
+            if not isinstance(row, dict):
+                raise DataError(f'{where} is not an object but {row!r:.40}: write {{"text": "…"}}')
+            source = name or _string({"source": _stem(path), **row}, "source", where)
+            yield where, source, _string(row, "text", where)
 
 
 def _layout(folder: Path) -> dict[str, list[Path]]:
@@ -90,7 +108,7 @@ def _layout(folder: Path) -> dict[str, list[Path]]:
         if path.name.startswith("."):
             continue
         if path.is_dir():
-            below = sorted(p for p in path.rglob("[!.]*") if p.is_file() and _is_documents(p))
+            below = sorted(p for p in path.rglob("[!.]*") if p.is_file() and p.name.endswith(ENDINGS))
             if not below:
                 raise DataError(
                     f"{path} has no file that ends with {', '.join(ENDINGS)}: add one, or remove the folder"
@@ -99,7 +117,7 @@ def _layout(folder: Path) -> dict[str, list[Path]]:
             splits = sorted({p.relative_to(path).parts[0] for p in below} & {*SPLITS})
             if len(splits) > 1:
                 raise DataError(f"{path} has the splits {' and '.join(splits)}: keep the one to evaluate")
-        elif _is_documents(path):
+        elif path.name.endswith(ENDINGS):
             below, name = [path], _stem(path)
         else:
             continue
@@ -111,58 +129,16 @@ def _layout(folder: Path) -> dict[str, list[Path]]:
     return found
 
 
-def _in_one_file(path: Path) -> list[DocumentSource]:
-    """The sources of one file, in the order of their first rows."""
-    if not _is_documents(path):
-        raise DataError(f"{path} has an unknown suffix: use {', '.join(ENDINGS)}")
-    tallies: dict[str, _Tally] = {}
-    for where, row in _rows(path):
-        name = _source_of(row, path, where)
-        if name not in tallies and len(tallies) == MOST_SOURCES:
-            raise DataError(
-                f"{where} has source number {MOST_SOURCES + 1:,}, {name!r:.40}: `source` must name a collection of "
-                "texts, not each text"
-            )
-        tallies.setdefault(name, _Tally()).add(_string(row, "text", where))
-    if not tallies:
-        tallies[_stem(path)] = _Tally()
-    return [tally.source(name, [path], by_row=True) for name, tally in tallies.items()]
-
-
-def _texts(name: str, files: Sequence[Path], by_row: bool) -> Iterator[str]:
-    for path in files:
-        for where, row in _rows(path):
-            if not by_row or _source_of(row, path, where) == name:
-                yield _string(row, "text", where)
-
-
-def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    for where, row in json_rows(path):
-        if not isinstance(row, dict):
-            raise DataError(f'{where} is not an object but {row!r:.40}: write {{"text": "…"}}')
-        yield where, row
-
-
-def _source_of(row: dict[str, Any], path: Path, where: str) -> str:
-    return _string({"source": _stem(path), **row}, "source", where)
-
-
 def _string(row: dict[str, Any], key: str, where: str) -> str:
     value = row.get(key)
     if not isinstance(value, str) or (key == "source" and not value):
-        raise DataError(
-            f"{where} has {value!r:.40} as `{key}`, not a string (it has {', '.join(row) or 'nothing'}): fix or remove "
-            "the row"
-        )
+        keys = ", ".join(row) or "nothing"
+        raise DataError(f"{where} has {value!r:.40} as `{key}`, not a string (it has {keys}): fix or remove the row")
     try:
         value.encode()
     except UnicodeEncodeError as error:  # JSON can encode a lone surrogate, "\\ud800"
         raise DataError(f"{where} has a `{key}` that is not valid Unicode, fix or remove the row: {error}") from None
     return value
-
-
-def _is_documents(path: Path) -> bool:
-    return path.name.endswith(ENDINGS)
 
 
 def _stem(path: Path) -> str:
@@ -180,6 +156,3 @@ class _Tally:
         self.documents += 1
         self.bytes += len(data)
         self.hash.update(f"{len(data)} ".encode() + data)  # the length makes document boundaries part of the digest
-
-    def source(self, name: str, files: Sequence[Path], by_row: bool) -> DocumentSource:
-        return DocumentSource(name, tuple(files), by_row, self.documents, self.bytes, self.hash.hexdigest())

@@ -3,7 +3,9 @@
 import hashlib
 import json
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -68,23 +70,20 @@ def measure(
     results: list[Any] = []
     failures = []
     for measurement in measurements(model, request, lambda text: progress.show(f"{model.name}  {text}")):
-        what = f"{model.name}  {measurement.title}"
-        result = cache.read(out, measurement, progress.say)
-        if result is not None:
-            progress.say(f"{what}: {_summary(result)} (cached)")
-            results.append(result)
-            continue
-        start = time.monotonic()
-        try:
-            result = measurement.run()
-        except (MissingExtraError, OSError):  # the others would fail as well
-            raise
-        except Exception as error:
-            failures.append(FailedMeasurement(what, error))
-            progress.say(str(failures[-1]))
-            continue
-        cache.write(out, measurement, result)
-        progress.say(f"{what}: {_summary(result)} ({duration(time.monotonic() - start)})")
+        what, start = f"{model.name}  {measurement.title}", time.monotonic()
+        result, how = cache.read(out, measurement, progress.say), "cached"
+        if result is None:
+            try:
+                result = measurement.run()
+            except (MissingExtraError, OSError):  # the others would fail as well
+                raise
+            except Exception as error:
+                failures.append(FailedMeasurement(what, error))
+                progress.say(str(failures[-1]))
+                continue
+            cache.write(out, measurement, result)
+            how = duration(time.monotonic() - start)
+        progress.say(f"{what}: {result} ({how})")
         results.append(result)
     found = ModelResult(
         model.name,
@@ -98,46 +97,35 @@ def measure(
     return found, failures
 
 
-def measurements(model: TrainedModel, request: EvaluationRequest, show: Show) -> list[Measurement]:
+def measurements(model: TrainedModel, request: EvaluationRequest, show: Show) -> Iterator[Measurement]:
     """What is requested of a model, with the keys under which the results are cached."""
-    batch = batch_for(model, request.rows)
+    batch, limit, first = batch_for(model, request.rows), request.limit, request.first_token
     who = {"model": model.identity, "context": model.context, "prefix": model.prefix}
-
-    def validation(data: Path) -> Measurement:
+    if (data := request.validation) is not None:
         tokens = request.validation_tokens
-        return Measurement(
+        yield Measurement(
             "validation",
             {**who, "measure": "validation", "content": read_index(data).content, "tokens": tokens},
-            lambda: validation_loss(model, data, batch=batch, tokens=tokens, show=show),
+            partial(validation_loss, model, data, batch=batch, tokens=tokens, show=show),
             lambda data: ValidationScore(**data),
         )
-
-    def source(source: DocumentSource) -> Measurement:
-        first = request.first_token
+    for source in request.sources:
         what = {"measure": "perplexity", "source": source.name, "content": source.content, "first_token": first}
-        return Measurement(
+        yield Measurement(
             f"perplexity {source.name}",
             {**who, **what},
-            lambda: perplexity.score_source(model, source, batch=batch, first_token=first, show=show),
+            partial(perplexity.score_source, model, source, batch=batch, first_token=first, show=show),
             lambda data: SourceScore(**data),
         )
-
-    def task(documents: TaskDocuments) -> Measurement:
+    for documents in request.tasks:
         what = {"measure": "zero-shot", "task": documents.task.name, "split": documents.split}
         what |= {"origin": documents.origin, "content": documents.digest, "harness": zero_shot.harness_version()}
-        rows = request.rows or batch
-        return Measurement(
+        yield Measurement(
             f"zero-shot {documents.task.name}",
-            {**who, **what, "limit": request.limit},
-            lambda: zero_shot.score_task(model, documents, batch=rows, limit=request.limit, show=show),
+            {**who, **what, "limit": limit},
+            partial(zero_shot.score_task, model, documents, batch=request.rows or batch, limit=limit, show=show),
             zero_shot.from_data,
         )
-
-    return [
-        *([] if request.validation is None else [validation(request.validation)]),
-        *map(source, request.sources),
-        *map(task, request.tasks),
-    ]
 
 
 def tokenizer_digest(model: TrainedModel) -> str:
@@ -147,15 +135,3 @@ def tokenizer_digest(model: TrainedModel) -> str:
     vocabulary = model.require_tokenizer().get_vocab() if backend is None else backend.get_vocab()
     text = json.dumps([described, sorted(vocabulary.items())], sort_keys=True)
     return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:16]
-
-
-def _summary(result: Any) -> str:
-    match result:
-        case ValidationScore():
-            return f"loss {result.loss:.4f}"
-        case SourceScore():
-            return f"token PPL {result.token_ppl:,.3f}, bits per byte {result.bits_per_byte:.4f}"
-        case TaskScore():
-            error = "" if result.printed.error is None else f" ± {100 * result.printed.error:.2f}"
-            return f"{result.metric} {100 * result.printed.value:.2f}{error}"
-    raise TypeError(f"not a result: {result!r}")

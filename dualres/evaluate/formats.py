@@ -1,16 +1,16 @@
 """Result tables as Markdown and LaTeX, and all results as JSON."""
 
 import json
-import math
 import re
 from collections.abc import Sequence
 from typing import Any
 
 from dualres.config import paper
 from dualres.evaluate import perplexity, zero_shot
-from dualres.evaluate.documents import group_name
+from dualres.evaluate.documents import PALOMA
 from dualres.evaluate.evaluation import EvaluationRequest, ModelResult
 from dualres.evaluate.tables import REFERENCE, ResultTable, TableCell, is_paloma, same_tokenizer, tables
+from dualres.util.finite_json import nonfinite_to_null
 
 _LATEX = {
     **{letter: f"\\{letter}" for letter in "&%$#_{}"},
@@ -94,7 +94,7 @@ def as_data(models: Sequence[ModelResult], request: EvaluationRequest) -> dict[s
             ],
         },
     }
-    finite: dict[str, Any] = _finite(data)
+    finite: dict[str, Any] = nonfinite_to_null(data)
     return finite
 
 
@@ -104,7 +104,7 @@ def _model_data(model: ModelResult, request: EvaluationRequest) -> dict[str, Any
     return {
         **{name: getattr(model, name) for name in ("name", "identity", "tokenizer", "context")},
         "validation": None if model.validation is None else model.validation._asdict(),
-        "sources": [{**perplexity.as_data(score), "group": group_name(score.name)} for score in model.sources],
+        "sources": [{**perplexity.as_data(s), "group": PALOMA.get(s.name, s.name)} for s in model.sources],
         "pooled": None if complete is None else perplexity.as_data(perplexity.pooled(complete)),
         "macro": None if complete is None else perplexity.macro(complete)._asdict(),
         "tasks": [
@@ -143,12 +143,3 @@ def _escape_latex(text: str) -> str:
 
 def _numbers(names: Sequence[str], texts: Sequence[str]) -> dict[str, float]:
     return {name: float(text.replace(",", "")) for name, text in zip(names, texts, strict=True)}
-
-
-def _finite(data: Any) -> Any:
-    """JSON has no infinity."""
-    if isinstance(data, dict):
-        return {key: _finite(value) for key, value in data.items()}
-    if isinstance(data, list | tuple):
-        return [_finite(value) for value in data]
-    return None if isinstance(data, float) and not math.isfinite(data) else data

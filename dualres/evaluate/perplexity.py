@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -22,7 +23,7 @@ from dualres.util.errors import DataError
 from dualres.util.progress import Show, short, silent
 
 BUFFER = 2**21  # characters of documents that are tokenized together and sorted by length, for less padding
-POOLED = "pooled"
+MEASURES = ("token_ppl", "byte_ppl", "bits_per_byte")
 
 FirstToken = Literal["scored", "skipped"]
 Tokens = NDArray[np.int64]
@@ -53,6 +54,9 @@ class SourceScore(NamedTuple):
     def bits_per_byte(self) -> float:
         """log₂ of the byte perplexity"""
         return self.nats / self.bytes / math.log(2)
+
+    def __str__(self) -> str:
+        return f"token PPL {self.token_ppl:,.3f}, bits per byte {self.bits_per_byte:.4f}"
 
 
 class MacroScore(NamedTuple):
@@ -127,7 +131,7 @@ def pooled(scores: Sequence[SourceScore]) -> SourceScore:
         raise DataError(f"scores of different protocols cannot be pooled: {sorted(ways)}")
     [(first_token, context)] = ways
     return SourceScore(
-        POOLED,
+        "pooled",
         sum(score.documents for score in scores),
         sum(score.tokens for score in scores),
         sum(score.bytes for score in scores),
@@ -139,22 +143,12 @@ def pooled(scores: Sequence[SourceScore]) -> SourceScore:
 
 def macro(scores: Sequence[SourceScore]) -> MacroScore:
     """The mean of each measure over sources."""
-
-    def mean(values: Iterator[float]) -> float:
-        return math.fsum(values) / len(scores)
-
-    return MacroScore(
-        len(scores),
-        mean(score.token_ppl for score in scores),
-        mean(score.byte_ppl for score in scores),
-        mean(score.bits_per_byte for score in scores),
-    )
+    return MacroScore(len(scores), *(fmean(getattr(score, measure) for score in scores) for measure in MEASURES))
 
 
 def as_data(score: SourceScore) -> dict[str, Any]:
     """For JSON, with the derived measures."""
-    measures = {name: getattr(score, name) for name in ("token_ppl", "byte_ppl", "bits_per_byte")}
-    return {**score._asdict(), **measures}
+    return {**score._asdict(), **{measure: getattr(score, measure) for measure in MEASURES}}
 
 
 def check_vocabulary(model: TrainedModel) -> None:

@@ -3,26 +3,28 @@
 The notes of a table say how its numbers were measured, and what they cannot be compared with.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from dualres.config import paper
-from dualres.evaluate.documents import PALOMA, group_name
+from dualres.evaluate.documents import PALOMA
 from dualres.evaluate.evaluation import EvaluationRequest, ModelResult
-from dualres.evaluate.perplexity import macro, pooled
+from dualres.evaluate.perplexity import MEASURES, macro, pooled
 from dualres.evaluate.tasks import TASKS
 from dualres.evaluate.zero_shot import Accuracy, average, harness_version
 
 EMPTY = "—"
 REFERENCE = "the paper's 1B, not reproduced here"
-MEASURES = (("Token PPL", "token_ppl"), ("Byte PPL", "byte_ppl"), ("BPB", "bits_per_byte"))
-TITLES = {task.name: task.title for task in TASKS}
 
 BEST = "Bold: the best of our models, by the printed digits; the paper's rows are not considered."
 FIRST_TOKEN = {
     "scored": "every token scored, the first of a document given the token that begins or separates documents",
     "skipped": "the first token of each window skipped",
 }
+OTHER_TOKENIZERS = (
+    "The models have different tokenizers: per-token loss and perplexity are not comparable and not bold. Compare per "
+    "byte."
+)
 PAPER_TOKENS = (
     "The paper does not name its tokenizer, on which its per-token numbers depend: compare them with caution."
 )
@@ -55,14 +57,8 @@ class ResultTable(NamedTuple):
 
 def tables(models: Sequence[ModelResult], request: EvaluationRequest) -> list[ResultTable]:
     """The tables of the measures that were requested."""
-    made = []
-    if request.validation is not None or request.sources:
-        made.append(fit(models, request))
-    if request.sources:
-        made.append(by_source(models, request))
-    if request.tasks:
-        made.append(zero_shot(models, request))
-    return made
+    wanted = {fit: request.validation or request.sources, by_source: request.sources, zero_shot: request.tasks}
+    return [make(models, request) for make, measured in wanted.items() if measured]
 
 
 def is_paloma(request: EvaluationRequest) -> bool:
@@ -83,19 +79,19 @@ def comparable_per_byte(models: Sequence[ModelResult], request: EvaluationReques
 
 def fit(models: Sequence[ModelResult], request: EvaluationRequest) -> ResultTable:
     """Validation loss; perplexity per token and byte and bits per byte, pooled over sources and as their mean."""
-    per_token = same_tokenizer(models)
+    per_token = min if same_tokenizer(models) else None
+    per_byte = min if comparable_per_byte(models, request) else None
     columns: Columns = {}
     if request.validation is not None:
         losses = [None if model.validation is None else model.validation.loss for model in models]
-        columns["Val. loss"] = _lowest(losses, 3, per_token)
+        columns["Val. loss"] = _cells(losses, 3, per_token)
     if request.sources:
         complete = [model.sources if len(model.sources) == len(request.sources) else None for model in models]
         for aggregate, suffix in ((pooled, ""), (macro, ", macro")):
             scores: list[Any] = [None if sources is None else aggregate(sources) for sources in complete]
-            for name, measure in MEASURES:
+            for name, measure in zip(paper.FIT_COLUMNS[1:], MEASURES, strict=True):
                 values = [None if score is None else getattr(score, measure) for score in scores]
-                comparable = per_token if measure == "token_ppl" else comparable_per_byte(models, request)
-                columns[name + suffix] = _lowest(values, 3, comparable)
+                columns[name + suffix] = _cells(values, 3, per_token if measure == "token_ppl" else per_byte)
     return ResultTable(
         "fit",
         "Language-model fit" + (f": {_describe_sources(request)}" if request.sources else ""),
@@ -111,8 +107,8 @@ def _fit_notes(models: Sequence[ModelResult], request: EvaluationRequest) -> tup
     if request.validation is not None:
         tokens = _by_model(models, [m.validation and f"{m.validation.tokens:,} tokens" for m in models])
         notes.append(
-            f"Val. loss: nats per token on {tokens} of {request.validation.name}, in {_windows(models)}, packed as in "
-            "training; the paper's is on FineWeb-Edu."
+            f"Val. loss: nats per token on {tokens} of {request.validation.name}, in windows of {_contexts(models)}, "
+            "packed as in training; the paper's is on FineWeb-Edu."
         )
     if request.sources:
         notes.append(_perplexity_note(models, request))
@@ -123,7 +119,7 @@ def _fit_notes(models: Sequence[ModelResult], request: EvaluationRequest) -> tup
             "Skipped tokens are not predicted but their bytes count: with different windows or tokenizers, per-byte "
             "numbers are not comparable and none is bold."
         )
-    return (*notes, PAPER_TOKENS, f"Lower is better. {BEST}", *_tokenizer_notes(models))
+    return (*notes, PAPER_TOKENS, *_closing_notes(models))
 
 
 def by_source(models: Sequence[ModelResult], request: EvaluationRequest) -> ResultTable:
@@ -136,8 +132,8 @@ def by_source(models: Sequence[ModelResult], request: EvaluationRequest) -> Resu
     for name in [*known, *(name for name in names if name not in PALOMA)]:
         values = [next((s.token_ppl for s in model.sources if s.name == name), None) for model in models]
         theirs = printed[PALOMA[name]] if name in PALOMA else [EMPTY for _ in methods]
-        ours = _lowest(values, 2, same_tokenizer(models))
-        rows.append((TableCell(group_name(name)), *ours, *(TableCell(text) for text in theirs)))
+        ours = _cells(values, 2, min if same_tokenizer(models) else None)
+        rows.append((TableCell(PALOMA.get(name, name)), *ours, *(TableCell(text) for text in theirs)))
     notes = [_perplexity_note(models, request)]
     if known:
         notes.append(f"The paper's columns are its 1B models on Paloma, not reproduced here. {PAPER_TOKENS}")
@@ -151,7 +147,7 @@ def by_source(models: Sequence[ModelResult], request: EvaluationRequest) -> Resu
         ("Source", *(model.name for model in models), *methods),
         tuple(rows),
         (),
-        (*notes, f"Lower is better. {BEST}", *_tokenizer_notes(models), "report.json has all measures per source."),
+        (*notes, *_closing_notes(models), "report.json has all measures per source."),
     )
 
 
@@ -159,11 +155,11 @@ def zero_shot(models: Sequence[ModelResult], request: EvaluationRequest) -> Resu
     """Accuracy in percent on every task, and the unweighted mean."""
     names = {documents.task.name for documents in request.tasks}
     tasks = [task for task in TASKS if task.name in names]
-    columns = {task.title: _highest(_accuracies(models, task.name, task.metric)) for task in tasks}
+    columns = {task.title: _accuracy_cells(_accuracies(models, task.name, task.metric)) for task in tasks}
     means = [Accuracy(average(m.tasks), None) if len(m.tasks) == len(tasks) else None for m in models]
-    columns["Avg." if len(tasks) == len(TASKS) else f"Avg. of {len(tasks)}"] = _highest(means)
+    columns["Avg." if len(tasks) == len(TASKS) else f"Avg. of {len(tasks)}"] = _accuracy_cells(means)
     if "social_iqa" in names:
-        columns["SocialIQA acc"] = _highest(_accuracies(models, "social_iqa", "acc"))
+        columns["SocialIQA acc"] = _accuracy_cells(_accuracies(models, "social_iqa", "acc"))
     return ResultTable(
         "zero-shot",
         "Zero-shot accuracy in percent"
@@ -177,20 +173,19 @@ def zero_shot(models: Sequence[ModelResult], request: EvaluationRequest) -> Resu
 
 def _zero_shot_notes(models: Sequence[ModelResult], request: EvaluationRequest) -> tuple[str, ...]:
     scores = [score for model in models for score in model.tasks]
-    titles = {m: [TITLES[d.task.name] for d in request.tasks if d.task.metric == m] for m in ("acc_norm", "acc")}
+    titles = {m: [d.task.title for d in request.tasks if d.task.metric == m] for m in ("acc_norm", "acc")}
     metrics = "; ".join(f"{metric} of {', '.join(names)}" for metric, names in titles.items() if names)
     harness = ", ".join(dict.fromkeys(score.harness for score in scores)) or harness_version()
-    context = _by_model(models, [f"{model.context:,} tokens" for model in models])
     notes = [
-        f"lm-evaluation-harness {harness}, default task formulations, zero-shot, context of at most {context}: "
-        f"{metrics}; ± standard error over documents."
+        f"lm-evaluation-harness {harness}, default task formulations, zero-shot, context of at most "
+        f"{_contexts(models)}: {metrics}; ± standard error over documents."
     ]
     if request.limit:
         notes.append(f"Only the first {request.limit:,} documents of each task: a trial run, not a result.")
     places: dict[str, list[str]] = {}
     counts = {score.task: f" {score.documents:,}" for score in scores}
     for d in request.tasks:
-        text = f"{TITLES[d.task.name]}{counts.get(d.task.name, '')}" + (f" ({d.note})" if d.note else "")
+        text = f"{d.task.title}{counts.get(d.task.name, '')}" + (f" ({d.note})" if d.note else "")
         places.setdefault(f"{d.split} of {d.origin}", []).append(text)
     notes.append("Documents: " + "; ".join(f"{place}: {', '.join(texts)}" for place, texts in places.items()) + ".")
     if others := [d.task for d in request.tasks if d.split != d.task.split]:
@@ -204,13 +199,18 @@ def _zero_shot_notes(models: Sequence[ModelResult], request: EvaluationRequest) 
             "The harness reports only acc for SocialIQA (last column); acc_norm is added, and is in the average."
         )
     truncated = []
-    for name in (d.task.name for d in request.tasks):
-        cuts = [next((f"{s.cut:,}" for s in model.tasks if s.task == name), None) for model in models]
+    for d in request.tasks:
+        cuts = [next((f"{s.cut:,}" for s in model.tasks if s.task == d.task.name), None) for model in models]
         if {*cuts} - {None, "0"}:
-            truncated.append(f"{TITLES[name]} {_by_model(models, cuts)}")
+            truncated.append(f"{d.task.title} {_by_model(models, cuts)}")
     if truncated:
         notes.append(f"Answers whose prompt was truncated to fit into the context: {'; '.join(truncated)}.")
     return (*notes, f"Higher is better; Avg. is the unweighted mean over tasks. {BEST}")
+
+
+def _closing_notes(models: Sequence[ModelResult]) -> list[str]:
+    lower = f"Lower is better. {BEST}"
+    return [lower] if same_tokenizer(models) else [lower, OTHER_TOKENIZERS]
 
 
 def _describe_sources(request: EvaluationRequest) -> str:
@@ -224,22 +224,13 @@ def _describe_sources(request: EvaluationRequest) -> str:
 def _perplexity_note(models: Sequence[ModelResult], request: EvaluationRequest) -> str:
     documents, size = (sum(getattr(source, name) for source in request.sources) for name in ("documents", "bytes"))
     return (
-        f"Perplexity: {documents:,} documents of {size:,} bytes, each scored on its own in {_windows(models)}, "
-        f"{FIRST_TOKEN[request.first_token]}."
+        f"Perplexity: {documents:,} documents of {size:,} bytes, each scored on its own in windows of "
+        f"{_contexts(models)}, {FIRST_TOKEN[request.first_token]}."
     )
 
 
-def _tokenizer_notes(models: Sequence[ModelResult]) -> list[str]:
-    if same_tokenizer(models):
-        return []
-    return [
-        "The models have different tokenizers: per-token loss and perplexity are not comparable and not bold. Compare "
-        "per byte."
-    ]
-
-
-def _windows(models: Sequence[ModelResult]) -> str:
-    return f"windows of {_by_model(models, [f'{model.context:,} tokens' for model in models])}"
+def _contexts(models: Sequence[ModelResult]) -> str:
+    return _by_model(models, [f"{model.context:,} tokens" for model in models])
 
 
 def _by_model(models: Sequence[ModelResult], texts: Sequence[str | None]) -> str:
@@ -265,21 +256,16 @@ def _accuracies(models: Sequence[ModelResult], task: str, metric: str) -> list[A
     return [next((score.accuracies[metric] for score in m.tasks if score.task == task), None) for m in models]
 
 
-def _lowest(values: Sequence[float | None], digits: int, comparable: bool) -> list[TableCell]:
-    """Bold: the lowest of at least two, by the printed digits, with ties."""
+def _cells(values: Sequence[float | None], digits: int, best: Callable[..., str] | None) -> list[TableCell]:
+    """Bold: the best of at least two, by the printed digits, with ties; `best` is None if they are not comparable."""
     texts = [EMPTY if value is None else f"{value:,.{digits}f}" for value in values]
-    printed = [None if text == EMPTY else float(text.replace(",", "")) for text in texts]
-    found = [value for value in printed if value is not None]
-    best = min(found) if comparable and len(found) > 1 else None
-    return [
-        TableCell(text, bold=best is not None and value == best) for text, value in zip(texts, printed, strict=True)
-    ]
+    printed = [text for text in texts if text != EMPTY]
+    bold = best(printed, key=lambda text: float(text.replace(",", ""))) if best and len(printed) > 1 else None
+    return [TableCell(text, bold=text == bold) for text in texts]
 
 
-def _highest(accuracies: Sequence[Accuracy | None]) -> list[TableCell]:
-    """In percent, with standard errors; bold as in `_lowest`."""
-    texts = [EMPTY if accuracy is None else f"{100 * accuracy.value:.2f}" for accuracy in accuracies]
+def _accuracy_cells(accuracies: Sequence[Accuracy | None]) -> list[TableCell]:
+    """In percent, with standard errors."""
+    cells = _cells([None if found is None else 100 * found.value for found in accuracies], 2, max)
     errors = ["" if found is None or found.error is None else f"{100 * found.error:.2f}" for found in accuracies]
-    values = [float(text) for text in texts if text != EMPTY]
-    best = f"{max(values):.2f}" if len(values) > 1 else None
-    return [TableCell(text, error, text == best) for text, error in zip(texts, errors, strict=True)]
+    return [cell._replace(error=error) for cell, error in zip(cells, errors, strict=True)]

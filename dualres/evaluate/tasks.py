@@ -80,13 +80,12 @@ def task_documents(tasks: Sequence[ZeroShotTask], source: str) -> list[TaskDocum
     return [_read(task, split, path.name, json_rows(path)) for task, split, path in found]
 
 
-def read_document(task: ZeroShotTask, row: Any) -> tuple[dict[str, Any], str]:
-    """The fields of a stored row that the harness reads, and how they differ from the Hub's. Raises ValueError."""
+def read_document(task: ZeroShotTask, row: Any) -> dict[str, Any]:
+    """The fields of a stored row that the harness reads. Raises ValueError."""
     if not isinstance(row, Mapping):
         raise ValueError(f"is {type(row).__name__}, not an object with {', '.join(task.fields)}")
-    note = ""
-    if task.name == "boolq" and "label" not in row and isinstance(row.get("answer"), bool):
-        row, note = {**row, "label": int(row["answer"])}, UNTITLED  # the format of google/boolq
+    if task.name == "boolq" and isinstance(row.get("answer"), bool):  # the format of google/boolq
+        row = {"label": int(row["answer"]), **row}
     if missing := [field for field in task.fields if field not in row]:
         raise ValueError(f"has no {', '.join(missing)} (it has {', '.join(map(str, row))})")
     document = {}
@@ -95,23 +94,22 @@ def read_document(task: ZeroShotTask, row: Any) -> tuple[dict[str, Any], str]:
             document[field] = convert(row[field])
         except ValueError as error:
             raise ValueError(f"has {field} {row[field]!r:.60}: {error}") from None
-    return document, note
+    return document
 
 
 def _read(task: ZeroShotTask, split: str, origin: str, rows: Iterable[tuple[str, Any]]) -> TaskDocuments:
     """`rows` are (file and line, row)."""
-    documents, notes, digest = [], set(), hashlib.sha256()
+    documents, note, digest = [], "", hashlib.sha256()
     for where, row in rows:
         try:
-            document, note = read_document(task, row)
+            documents.append(read_document(task, row))
         except ValueError as error:
             raise DataError(f"{where} {error}. Use the format of {task.hub} on the Hub") from None
-        documents.append(document)
-        notes.add(note)
-        digest.update(json.dumps(document, sort_keys=True).encode())
+        if task.name == "boolq" and "label" not in row:
+            note = UNTITLED
+        digest.update(json.dumps(documents[-1], sort_keys=True).encode())
     if not documents:
         raise DataError(f"{origin} has no documents of {task.name}: the file is empty")
-    note = " or ".join(sorted(notes - {""}))
     return TaskDocuments(task, split, origin, digest.hexdigest(), tuple(documents), note)
 
 

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from dualres.config.schema import ConfigError
 from dualres.data import shards
 from dualres.data.loader import Loader, sum_over_windows
 from dualres.evaluate.batch_size import Batch
@@ -26,6 +25,9 @@ class ValidationScore(NamedTuple):
     context: int
     content: str  # digest of the prepared folder
 
+    def __str__(self) -> str:
+        return f"loss {self.loss:.4f}"
+
 
 def validation_loss(
     model: TrainedModel, data: Path, *, batch: Batch, tokens: int | None = None, show: Show = silent
@@ -35,8 +37,6 @@ def validation_loss(
     On at most `tokens` tokens in whole windows, at least one, like `train.validation_tokens`; None for all. Documents
     are packed as in training: a token attends to its whole window.
     """
-    if tokens is not None and tokens < 1:
-        raise ConfigError(f"{tokens} tokens are too few to validate on: use 1 or more, or omit it for all")
     index = shards.read_index(data)
     model.check_tokens(data)
     shards.verify(data, dataclasses.replace(index, train=()), model.vocab_size)

@@ -1,7 +1,6 @@
 """Zero-shot accuracy through lm-evaluation-harness, with its default formulation of every task."""
 
 import copy
-import importlib.metadata
 import itertools
 import logging
 import math
@@ -10,10 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from dualres.config.schema import ConfigError
-from dualres.evaluate.batch_size import MOST_ROWS, Batch
+from dualres.evaluate.batch_size import MOST_ROWS, Batch, halved_until_it_fits
 from dualres.evaluate.perplexity import check_vocabulary
 from dualres.evaluate.tasks import TaskDocuments
 from dualres.hub.open_model import TrainedModel
@@ -49,14 +46,15 @@ class TaskScore(NamedTuple):
         """The metric that the tables print."""
         return self.accuracies[self.metric]
 
+    def __str__(self) -> str:
+        error = "" if self.printed.error is None else f" ± {100 * self.printed.error:.2f}"
+        return f"{self.metric} {100 * self.printed.value:.2f}{error}"
+
 
 def harness_version() -> str:
-    """The version of lm-evaluation-harness, which is not imported."""
-    try:
-        return importlib.metadata.version("lm_eval")
-    except importlib.metadata.PackageNotFoundError:
-        need("lm_eval", "evaluate", PURPOSE)
-        raise
+    """The version of lm-evaluation-harness."""
+    version: str = need("lm_eval", "evaluate", PURPOSE).__version__
+    return version
 
 
 def score_task(
@@ -74,44 +72,27 @@ def score_task(
     memory is halved.
     """
     check_vocabulary(model)
-    with quiet():
-        task = harness_task(documents, limit)
-        while True:
-            hooks = _Hooks(documents.task.name, model, batch, show)
-            try:
-                return _score_task(model, task, documents, hooks, limit)
-            except torch.OutOfMemoryError:
-                if hooks.rows == 1:
-                    raise
-            batch = hooks.rows // 2  # outside of `except`, whose traceback keeps the tensors alive
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
-
-
-def _score_task(
-    model: TrainedModel, task: Any, documents: TaskDocuments, hooks: "_Hooks", limit: int | None
-) -> TaskScore:
     evaluator = need("lm_eval.evaluator", "evaluate", PURPOSE)
     huggingface = need("lm_eval.models.huggingface", "evaluate", PURPOSE)
-    name = documents.task.name
-    tokenizer = model.hf_tokenizer  # the harness sets its padding token, and may add one
-    adapter = huggingface.HFLM(
-        pretrained=model.hf_model,
-        tokenizer=tokenizer if tokenizer.pad_token else copy.deepcopy(tokenizer),
-        backend="causal",
-        batch_size=hooks.rows,
-        max_length=model.context,
-        prefix_token_id=model.prefix,
-    )
-    hooks.install(adapter)
-    found = evaluator.evaluate(adapter, {"tasks": {name: task}}, limit=limit, log_samples=False)
+    name, tokenizer = documents.task.name, model.hf_tokenizer
+    with quiet():
+        task = harness_task(documents, limit)
+        adapter = huggingface.HFLM(
+            pretrained=model.hf_model,
+            # The harness sets the padding token, and may add one.
+            tokenizer=tokenizer if tokenizer.pad_token else copy.deepcopy(tokenizer),
+            backend="causal",
+            max_length=model.context,
+            prefix_token_id=model.prefix,
+        )
+        hooks = _Hooks(adapter, documents.task.name, model, batch, show)
+        found = evaluator.evaluate(adapter, {"tasks": {name: task}}, limit=limit, log_samples=False)
     metrics = found["results"][name]
-    accuracies = {
-        metric: Accuracy(metrics[f"{metric},none"], _number(metrics[f"{metric}_stderr,none"]))
-        for metric in ("acc", "acc_norm")
-        if f"{metric},none" in metrics
-    }
-    version = str(found["versions"][name]) + (" with acc_norm added" if name in ADDED_METRICS else "")
+    accuracies = {}
+    for metric in ("acc", "acc_norm"):
+        if f"{metric},none" in metrics:
+            error = metrics[f"{metric}_stderr,none"]
+            accuracies[metric] = Accuracy(metrics[f"{metric},none"], None if error == "N/A" else error)
     return TaskScore(
         task=name,
         metric=documents.task.metric,
@@ -119,7 +100,7 @@ def _score_task(
         documents=found["n-samples"][name]["effective"],
         cut=hooks.cut,
         harness=harness_version(),
-        version=version,
+        version=str(found["versions"][name]) + (" with acc_norm added" if name in ADDED_METRICS else ""),
     )
 
 
@@ -181,12 +162,9 @@ def _check_documents(task: Any, documents: TaskDocuments, limit: int | None) -> 
 class _Hooks:
     """Observes the harness while it scores: chooses the batch, counts truncated prompts, refuses NaN."""
 
-    def __init__(self, task: str, model: TrainedModel, batch: int | Batch, show: Show):
-        self.task, self.model, self.context, self.show = task, model.name, model.context, show
-        self.batch, self.rows = batch, batch if isinstance(batch, int) else 1  # until the prompts are known
+    def __init__(self, adapter: Any, task: str, model: TrainedModel, batch: int | Batch, show: Show):
+        self.task, self.model, self.context, self.batch, self.show = task, model.name, model.context, batch, show
         self.answers = self.done = self.cut = 0
-
-    def install(self, adapter: Any) -> None:
         self.adapter, self.score = adapter, adapter._loglikelihood_tokens
         adapter._loglikelihood_tokens = self.loglikelihood_tokens
         adapter.set_cache_hook(self)
@@ -204,9 +182,15 @@ class _Hooks:
         self.cut = sum(len(prompt) + len(answer) > self.context + 1 for _, prompt, answer in requests)
         if isinstance(self.batch, Batch):
             row = min(self.context, max(len(prompt) + len(answer) for _, prompt, answer in requests))
-            self.rows = max(1, min(MOST_ROWS, self.batch.tokens // row))
-            self.adapter.batch_size_per_gpu = self.rows
-        return self.score(requests, **options)
+            rows = max(1, min(MOST_ROWS, self.batch.tokens // row))
+        else:
+            rows = self.batch
+
+        def score(rows: int) -> Any:
+            self.done, self.adapter.batch_size_per_gpu = 0, rows
+            return self.score(requests, **options)
+
+        return halved_until_it_fits(rows, score)[1]
 
     def add_partial(self, kind: str, request: object, answer: tuple[float, bool]) -> None:
         """Called after each answer: to the harness, this object is a cache."""
@@ -240,8 +224,3 @@ def quiet() -> Iterator[None]:
 def _describe(error: Exception) -> str:
     """On one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
-
-
-def _number(value: Any) -> float | None:
-    """None for the harness's N/A."""
-    return float(value) if isinstance(value, int | float) else None

@@ -51,7 +51,7 @@ def test_watching_changes_no_bit(name: str, feedforward: str):
     states, norms = watchers[0], watchers[3]
     assert isinstance(states, StreamStates)
     assert isinstance(norms, Norms)
-    assert len(states.states()) == len(norms.means()[0]) == 5  # it did see every layer
+    assert len(states.states()) == len(norms.arrays()["stream_rms"]) == 5  # it did see every layer
     assert watched.keys() == wanted.keys()
     assert all(torch.equal(watched[key], wanted[key]) for key in wanted)
     assert structure(decoder) == before
@@ -81,10 +81,10 @@ def test_a_copy_is_not_tapped(copied: Callable[[Decoder], Decoder]):
     assert all(torch.equal(found[key], wanted[key]) for key in wanted)
     assert other.state_dict().keys() == decoder.state_dict().keys()
     assert not norms.streams
-    assert routers.balance() is None
+    assert routers.arrays() == {}
     with watching(other.stack, norms):
         outcome(other)
-    assert len(norms.means()[0]) == 5
+    assert len(norms.arrays()["stream_rms"]) == 5
 
 
 @pytest.fixture
@@ -166,12 +166,12 @@ def test_what_routers_choose():
     report, router = RouterReport(), RouterChoices()
     with torch.no_grad(), watching(decoder.stack, router):
         decoder(TOKENS, report=report)
-    balance = router.balance()
-    assert balance is not None
+    found = router.arrays()
+    load = found["expert_load"]
     reported = torch.stack([report.losses[layer] for layer in range(5)]).double()
-    torch.testing.assert_close(balance.auxiliary, reported, rtol=1e-6, atol=0)
-    torch.testing.assert_close(balance.load.sum(1), torch.ones(5, dtype=torch.float64))
-    assert balance.load.min() < 1 / 6 < balance.load.max()
+    torch.testing.assert_close(found["auxiliary"], reported, rtol=1e-6, atol=0)
+    torch.testing.assert_close(load.sum(1), torch.ones(5, dtype=torch.float64))
+    assert load.min() < 1 / 6 < load.max()
 
 
 @pytest.mark.parametrize("name", ["standard", "mhc-2", "attnres-block", "dar-block"])
@@ -197,10 +197,9 @@ def test_taps_around_taps(name: str):
             assert isinstance(gates, WriteGates)
             assert isinstance(depth, DepthWeights)
             assert isinstance(norms, Norms)
-            assert len(states.states()) == len(norms.means()[0]) == 5
-            means, maps = gates.means(), depth.maps()
-            assert means is None or len(means) == 10
-            assert maps is None or len(maps[0]) == 10
+            assert len(states.states()) == len(norms.arrays()["stream_rms"]) == 5
+            assert len(gates.arrays().get("write_gates", range(10))) == 10
+            assert len(depth.arrays().get("retrieval", range(10))) == 10
         seen = [watchers[0].states()[layer] for watchers in (inside, outside) if isinstance(watchers[0], StreamStates)]
         assert torch.equal(seen[0] / 2, seen[1])
         with replacing(block, 1, halved), replacing(block, 1, lambda streams: 2 * streams):

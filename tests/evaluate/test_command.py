@@ -252,6 +252,7 @@ WRONG = [
     ([*TASKS, "--batch", "many"], "--batch many: use auto"),
     ([*TASKS, "--batch", "0"], "--batch 0: use auto"),
     ([*PERPLEXITY, "--limit", "3"], "add --zero-shot"),
+    (["--validation", "nowhere", "--validation-tokens", "0"], "--validation-tokens 0 is not positive"),
     ([*PERPLEXITY, "--validation-tokens", "3"], "--validation-tokens applies to --validation"),
     (["--zero-shot", "mmlu"], "--zero-shot mmlu: unknown task"),
     (["--zero-shot", "--tasks-from", "nowhere"], "no task documents at nowhere"),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dualres.evaluate import documents
-from dualres.evaluate.documents import PALOMA, DocumentSource, find_sources, group_name, texts
+from dualres.evaluate.documents import PALOMA, DocumentSource, find_sources, texts
 from dualres.util.errors import DataError
 from tests.data.corpus import ODD, write
 
@@ -209,6 +209,5 @@ def test_a_source_per_row_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_the_papers_groups():
     assert len(PALOMA) == len(set(PALOMA.values())) == 16
-    assert group_name("4chan_meta_sep") == "4chan"
-    assert group_name("twitterAAE_HELM_fixed") == "Twitter AAE"
-    assert group_name("dclm_web") == "dclm_web"
+    assert PALOMA["4chan_meta_sep"] == "4chan"
+    assert PALOMA["twitterAAE_HELM_fixed"] == "Twitter AAE"

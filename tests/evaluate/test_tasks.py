@@ -109,16 +109,17 @@ def test_the_hub_is_left_to_the_harness():
     assert (found.rows, found.split, found.origin) == (None, "test", "allenai/ai2_arc ARC-Easy")
 
 
-def test_boolq_with_answers_says_that_titles_are_missing():
-    document, note = read_document(BOOLQ, {"question": "q", "passage": "p", "answer": True})
-    assert document == {"question": "q", "passage": "p", "label": 1}
-    assert note == UNTITLED
+def test_boolq_with_answers_says_that_titles_are_missing(tmp_path: Path):
+    write_rows(tmp_path / "boolq_validation.jsonl", [{"question": "q", "passage": "p", "answer": True}])
+    [found] = task_documents([BOOLQ], str(tmp_path))
+    assert found.rows == ({"question": "q", "passage": "p", "label": 1},)
+    assert found.note == UNTITLED
 
 
 def test_numbers_come_as_the_hub_has_them():
     row = FILES["hellaswag_validation.jsonl"][0]
-    assert read_document(BY_NAME["hellaswag"], {**row, "label": 3})[0]["label"] == "3"
-    assert read_document(BY_NAME["piqa"], {**FILES["piqa_validation.jsonl"][0], "label": "1"})[0]["label"] == 1
+    assert read_document(BY_NAME["hellaswag"], {**row, "label": 3})["label"] == "3"
+    assert read_document(BY_NAME["piqa"], {**FILES["piqa_validation.jsonl"][0], "label": "1"})["label"] == 1
 
 
 WRONG_FIELDS = [

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoTokenizer
 
-from dualres.config.schema import ConfigError
 from dualres.data.shards import INDEX, TOKENIZER, read_index
 from dualres.evaluate.batch_size import Batch
 from dualres.evaluate.validation import ValidationScore, validation_loss
@@ -178,12 +177,6 @@ def test_a_damaged_train_split_does_not_matter(data: Path, tmp_path: Path):
     path = folder / read_index(folder).train[0].file
     path.write_bytes(bytes(len(path.read_bytes())))
     assert validation_loss(tiny_model(context=CONTEXT), folder, batch=Batch(2, CONTEXT), tokens=1).tokens == CONTEXT
-
-
-@pytest.mark.parametrize("tokens", [0, -5])
-def test_no_tokens_are_refused(data: Path, tokens: int):
-    with pytest.raises(ConfigError, match=f"{tokens} tokens are too few to validate on"):
-        validation_loss(tiny_model(context=CONTEXT), data, batch=Batch(2, CONTEXT), tokens=tokens)
 
 
 def test_a_loss_that_is_not_finite_is_refused(data: Path):

@@ -1,0 +1,13 @@
+"""Numbers that JSON can hold."""
+
+import math
+from typing import Any
+
+
+def nonfinite_to_null(data: Any) -> Any:
+    """Nested dicts, lists and tuples with None in place of NaN and infinity, which JSON does not have."""
+    if isinstance(data, dict):
+        return {key: nonfinite_to_null(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [nonfinite_to_null(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data
