@@ -14,15 +14,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from dualres.analyze.health import health
-from dualres.config.schema import Config, TrainConfig
+from dualres.config.schema import Config
 from dualres.data import shards
 from dualres.data.loader import Loader, sum_over_windows
 from dualres.data.shards import Index
 from dualres.train import run_folder
 from dualres.train.checkpoint import Checkpoints, load_initial_weights
-from dualres.train.engines.base import Engine, MicroBatch
+from dualres.train.engines.base import Engine, Losses, MicroBatch
 from dualres.train.engines.build import build_engine, engine_mesh, engine_name
 from dualres.train.failure_detection import report_failed_ranks
 from dualres.train.metrics import Log, Throughput, peak_memory
@@ -39,14 +40,6 @@ class TrainResult(NamedTuple):
     step: int
     finished: bool
     validation_loss: float | None
-
-
-class StepLosses(NamedTuple):
-    """One step, over all ranks."""
-
-    loss: float  # language model, mean over tokens
-    router: float  # mean over micro-batches and layers
-    stop: bool  # whether any rank was asked to stop
 
 
 def train(
@@ -126,29 +119,24 @@ class Training:
         train, step = self.config.train, self.step + 1
         rate = learning_rate(self.step, self.steps, train)
         self.throughput.start()
-        totals = self._accumulate(asked)
-        if not math.isfinite(totals.loss):
-            raise TrainError(self._not_finite("loss", totals.loss, step))
+        own = self.engine.accumulate(self._micro_batches())
+        # One all-reduce for the losses and for requests to stop, which may have reached only some ranks.
+        language, router, stop = self.world.sum([own.language, own.router, float(asked())])
+        losses = Losses(language / self.world.size, router / self.world.size)
+        self._check_finite("loss", losses.language, step)
         norm = self.engine.update(rate, train.clip)
-        if not math.isfinite(norm):
-            raise TrainError(self._not_finite("gradient norm", norm, step))
+        self._check_finite("gradient norm", norm, step)
         self.throughput.stop()
         self.step = step
-        self._record(totals, norm, rate)
+        self._record(losses, norm, rate)
         if self.config.analyze.every is not None and step % self.config.analyze.every == 0:
             self._log_health()
         improved = False
         if step % train.validate_every == 0 or step == self.steps:
             improved = self._validate()
-        if step % train.checkpoint_every == 0 or step == self.steps or improved or totals.stop:
+        if step % train.checkpoint_every == 0 or step == self.steps or improved or stop > 0:
             self._save()
-        return totals.stop
-
-    def _accumulate(self, asked: Callable[[], bool]) -> StepLosses:
-        """Forward and backward of this rank's micro-batches; one all-reduce sums losses and requests to stop."""
-        losses = self.engine.accumulate(self._micro_batches())
-        language, router, stop = self.world.sum([losses.language, losses.router, float(asked())])
-        return StepLosses(language / self.world.size, router / self.world.size, stop > 0)
+        return stop > 0
 
     def _micro_batches(self) -> list[MicroBatch]:
         """This rank's share of the next step."""
@@ -162,20 +150,20 @@ class Training:
             for number in numbers
         ]
 
-    def _record(self, totals: StepLosses, norm: float, rate: float) -> None:
+    def _record(self, losses: Losses, norm: float, rate: float) -> None:
         if self.log is None:
             return
         step, throughput, sparse = self.step, self.throughput, self.config.model.moe is not None
-        values: dict[str, Any] = {"tokens": step * throughput.tokens, "loss": totals.loss}
+        values: dict[str, Any] = {"tokens": step * throughput.tokens, "loss": losses.language}
         if sparse:
-            values["router_loss"] = totals.router
+            values["router_loss"] = losses.router
         self.log.metric(step, **values, grad_norm=norm, learning_rate=rate)
         rate_now, mfu = throughput.tokens_per_second, throughput.utilization
         self.log.clock(step, seconds=throughput.seconds[-1], tokens_per_second=rate_now, mfu=mfu)
-        router = f"  router {totals.router:.3f}" if sparse else ""
+        router = f"  router {losses.router:.3f}" if sparse else ""
         left = duration((self.steps - step) * throughput.step_seconds)
         self.progress.show(
-            f"step {step}/{self.steps}  loss {totals.loss:.4f}{router}  {short(rate_now)} tokens/s  "
+            f"step {step}/{self.steps}  loss {losses.language:.4f}{router}  {short(rate_now)} tokens/s  "
             f"MFU {mfu:.1%}  left {left}"
         )
 
@@ -184,17 +172,14 @@ class Training:
         sequences = self.validation_loader.batch(0, self.config.train.micro_batch)
         losses: list[float] = []
         found = health(self.engine.decoder.stack, lambda: losses.append(self.engine.evaluate(sequences)))
-        if not math.isfinite(losses[0]):
-            raise TrainError(self._not_finite("loss on validation sequences", losses[0], self.step))
+        self._check_finite("loss on validation sequences", losses[0], self.step)
         if self.log is not None:
             self.log.metric(self.step, **found)
 
     def _validate(self) -> bool:
         """-> whether the validation loss is the best so far"""
-        loss = validate(self.engine, self.validation_loader, self.config.train, self.world)
-        if not math.isfinite(loss):
-            raise TrainError(self._not_finite("validation loss", loss, self.step))
-        self.validation_loss = loss
+        self.validation_loss = loss = self._mean_validation_loss()
+        self._check_finite("validation loss", loss, self.step)
         improved = loss < self.best_loss
         if improved:
             self.best_loss, self.best_step = loss, self.step
@@ -202,6 +187,17 @@ class Training:
             self.log.metric(self.step, validation_loss=loss)
             self.progress.say(f"step {self.step}/{self.steps}  validation loss {loss:.4f}")
         return improved
+
+    def _mean_validation_loss(self) -> float:
+        """Over at most `validation_tokens` validation tokens, in whole windows."""
+        loader, engine, train = self.validation_loader, self.engine, self.config.train
+        count = loader.windows_within(train.validation_tokens)
+
+        def batch_loss(sequences: Tensor) -> float:
+            return engine.evaluate(sequences) * len(sequences)
+
+        total = sum_over_windows(loader, count, train.micro_batch, batch_loss, engine.data_rank, engine.data_size)
+        return self.world.sum([total])[0] * engine.data_size / (self.world.size * count)
 
     def _save(self) -> None:
         state = {
@@ -236,7 +232,9 @@ class Training:
 
     def _end(self) -> TrainResult:
         self.checkpoints.wait()
-        self.world.gather_or_raise(self._check_saved)  # detects a rank that died while saving
+        failures = self.world.gather_or_raise(lambda: self.checkpoints.failure)  # detects a rank that died while saving
+        if any(failures):
+            raise TrainError(next(filter(None, failures)))
         finished = self.step >= self.steps
         if finished and self.world.is_main:
             self._write_summary()
@@ -246,10 +244,6 @@ class Training:
                 "Run the same command to resume"
             )
         return TrainResult(self.step, finished, self.validation_loss)
-
-    def _check_saved(self) -> None:
-        if self.checkpoints.failure is not None:
-            raise TrainError(self.checkpoints.failure)
 
     def _write_summary(self) -> None:
         path = self.folder / run_folder.SUMMARY
@@ -270,29 +264,17 @@ class Training:
         }
         write_json(path, summary)
 
-    def _not_finite(self, what: str, value: float, step: int) -> str:
+    def _check_finite(self, what: str, value: float, step: int) -> None:
+        if math.isfinite(value):
+            return
         batch, seed = self.config.train.global_batch, self.config.train.seed
         self.checkpoints.wait()  # the previous step may still be being written
         last = self.checkpoints.last()
         saved = f"the last good checkpoint is {last}" if last else "there is no checkpoint yet"
-        return (
+        raise TrainError(
             f"the {what} is {value} at step {step} (sequences {(step - 1) * batch} to {step * batch - 1} with seed "
             f"{seed}); this step was not saved, {saved}. Lower train.learning_rate, or inspect these sequences"
         )
-
-
-def validate(engine: Engine, loader: Loader, train: TrainConfig, world: World) -> float:
-    """The mean loss over at most `validation_tokens` validation tokens, in whole windows."""
-    count = loader.windows_within(train.validation_tokens)
-    total = sum_over_windows(
-        loader,
-        count,
-        train.micro_batch,
-        lambda sequences: engine.evaluate(sequences) * len(sequences),
-        engine.data_rank,
-        engine.data_size,
-    )
-    return world.sum([total])[0] * engine.data_size / (world.size * count)
 
 
 @contextmanager
