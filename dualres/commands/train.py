@@ -104,7 +104,7 @@ def _plan(config: Config, given: argparse.Namespace, out: Path) -> int:
     from dualres.plan.plan import Plan, as_data, as_text
     from dualres.plan.search import check_memory
     from dualres.train.engines.build import engine_mesh
-    from dualres.train.preflight import Places, check_start, engine_or_asked
+    from dualres.train.preflight import check_start, engine_or_asked
 
     for option, value in (("--gpus", given.gpus), ("--gpu-memory", given.gpu_memory)):
         if value is not None and not 0 < value < math.inf:
@@ -116,12 +116,12 @@ def _plan(config: Config, given: argparse.Namespace, out: Path) -> int:
         mesh = Mesh(data=ranks)
     hardware = Hardware() if given.gpu_memory is None else Hardware(memory=given.gpu_memory * GIB)
     own = estimate(config, engine, mesh, hardware)
-    places = Places(given.data, out, made_at_start=given.data == DEFAULT_DATA)
-    checks = [*check_start(config, ranks, places, given.wandb is not None), check_memory(own, hardware)]
-    options = {"data": given.data if given.data != DEFAULT_DATA else None, "out": given.out, "from": given.start}
+    default, wandb = given.data == DEFAULT_DATA, given.wandb is not None
+    checks = check_start(config, ranks, given.data, out, prepares_data=default, wandb=wandb)
+    options = {"data": None if default else given.data, "out": given.out, "from": given.start}
     options |= {"device": given.device, "wandb": given.wandb}
     line = launch_command(given.scale, given.residual, given.set, options, processes=ranks)
-    made = Plan(given.residual, {given.residual: own}, hardware, False, checks, line)
+    made = Plan(given.residual, {given.residual: own}, hardware, False, [*checks, check_memory(own, hardware)], line)
     print(json.dumps(as_data(made), indent=2) if given.json else as_text(made, f"{given.scale} × {given.residual}"))
     if made.problems:
         print(f"dualres: cannot start: {', '.join(check.name for check in made.problems)}", file=sys.stderr)
