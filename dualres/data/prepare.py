@@ -80,7 +80,7 @@ def prepare(settings: Settings, out: Path, report: Callable[[Report], None] = la
 
 def _prepare(settings: Settings, parts: Sequence[SourcePart], out: Path, report: Callable[[Report], None]) -> Index:
     state = resume_or_start(out, {**dataclasses.asdict(settings), "parts": [[part.name, part.size] for part in parts]})
-    if state is None:
+    if (out / shards.INDEX).exists():
         return shards.read_index(out)
     tokenizer = _tokenizer(settings, parts, out, state.tokenizer, report)
     counter = _Counter("tokenizing", parts, report, state)

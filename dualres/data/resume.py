@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dualres.data.shards import INDEX, SPLITS, TOKENIZER, Shard, Split
+from dualres.data.shards import SPLITS, TOKENIZER, Shard, Split
 from dualres.util.atomic_files import LOCK, partial_of, write_json
 from dualres.util.errors import DataError
 
@@ -44,39 +44,34 @@ def check_folder(out: Path) -> None:
         raise DataError(f"{out} is not empty, and not from `dualres prepare`: use a new folder")
 
 
-def resume_or_start(out: Path, settings: dict[str, Any]) -> PrepareState | None:
-    """The state that an earlier run with these settings left in `out`, or a new one; None if all is done.
+def resume_or_start(out: Path, settings: dict[str, Any]) -> PrepareState:
+    """The state that an earlier run with these settings left in `out`, or a new one.
 
     Settings may change only before the first shard is written.
     """
-    state = _read(out, settings)
-    if (out / INDEX).exists():
-        return None
-    if state is None:
-        (out / TOKENIZER).unlink(missing_ok=True)
-        state = PrepareState(settings)
-        state.write(out)
+    settings = json.loads(json.dumps(settings))
+    if (out / PROGRESS).exists():
+        state = _read(out)
+        changed = [key for key in settings if state.settings.get(key) != settings[key]]
+        if not changed:
+            return state
+        if state.chunks > 0:
+            what = ", ".join(_change(key, state.settings.get(key), settings[key]) for key in changed)
+            raise DataError(f"{out} was prepared with other settings ({what}): use a new folder, or the same settings")
+    (out / TOKENIZER).unlink(missing_ok=True)
+    state = PrepareState(settings)
+    state.write(out)
     return state
 
 
-def _read(out: Path, settings: dict[str, Any]) -> PrepareState | None:
+def _read(out: Path) -> PrepareState:
     path = out / PROGRESS
-    if not path.exists():
-        return None
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         rows = {split: [Shard(**row) for row in data[split]] for split in SPLITS}
-        state = PrepareState(**{**data, "place": SourcePosition(*data["place"]), **rows})
+        return PrepareState(**{**data, "place": SourcePosition(*data["place"]), **rows})
     except (ValueError, TypeError, KeyError) as error:
         raise DataError(f"{path} cannot be read ({error!r}): remove {out} and prepare again") from None
-    settings = json.loads(json.dumps(settings))
-    changed = [key for key in settings if state.settings.get(key) != settings[key]]
-    if not changed:
-        return state
-    if state.chunks == 0:
-        return None
-    what = ", ".join(_change(key, state.settings.get(key), settings[key]) for key in changed)
-    raise DataError(f"{out} was prepared with other settings ({what}): use a new folder, or the same settings")
 
 
 def _change(key: str, before: Any, now: Any) -> str:
