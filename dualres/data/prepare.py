@@ -4,8 +4,9 @@ import contextlib
 import dataclasses
 import hashlib
 import itertools
+import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from dualres.data.source import PYTHON, SourcePart, open_source
 from dualres.data.tokenizer import Tokenizer, Tokens
 from dualres.util.atomic_files import locked
 from dualres.util.errors import DataError
+from dualres.util.progress import Show, duration, short, silent
 
 BATCH_CHARACTERS = 2**20  # tokenized together
 BATCHES_AHEAD = 3  # being tokenized while another is written
@@ -46,18 +48,6 @@ class Settings:
             raise DataError(f"--shard-tokens {self.shard_tokens} is not positive: use, for example, 100000000")
 
 
-class Report(NamedTuple):
-    """The progress of `prepare`."""
-
-    stage: str
-    part: str
-    parts_done: int
-    parts: int
-    documents: int  # since the start of the source
-    tokens: int
-    characters: int  # since the start of this stage
-
-
 class Document(NamedTuple):
     """A text and the position in the source after it."""
 
@@ -65,7 +55,7 @@ class Document(NamedTuple):
     after: SourcePosition
 
 
-def prepare(settings: Settings, out: Path, report: Callable[[Report], None] = lambda _: None) -> Index:
+def prepare(settings: Settings, out: Path, show: Show = silent) -> Index:
     """Write the shards of a source to the folder `out`, then its index; a finished folder is left unchanged."""
     parts = open_source(settings.source, settings.field, settings.subset, settings.split)
     source = Path(settings.source)
@@ -75,15 +65,15 @@ def prepare(settings: Settings, out: Path, report: Callable[[Report], None] = la
     check_folder(out)
     busy = DataError(f"another process is preparing {out}: wait for it, or use a new folder")
     with contextlib.nullcontext() if (out / shards.INDEX).exists() else locked(out, busy):
-        return _prepare(settings, parts, out, report)
+        return _prepare(settings, parts, out, show)
 
 
-def _prepare(settings: Settings, parts: Sequence[SourcePart], out: Path, report: Callable[[Report], None]) -> Index:
+def _prepare(settings: Settings, parts: Sequence[SourcePart], out: Path, show: Show) -> Index:
     state = resume_or_start(out, {**dataclasses.asdict(settings), "parts": [[part.name, part.size] for part in parts]})
     if (out / shards.INDEX).exists():
         return shards.read_index(out)
-    tokenizer = _tokenizer(settings, parts, out, state.tokenizer, report)
-    counter = _Counter("tokenizing", parts, report, state)
+    tokenizer = _tokenizer(settings, parts, out, state.tokenizer, show)
+    counter = _Counter("tokenizing", parts, state, show)
     encoded = _encoded(_documents(parts, state.place), tokenizer, counter)
     while (place := _write_chunk(encoded, tokenizer, settings, out, state)) is not None:
         state.tokenizer, state.place, state.chunks = tokenizer.fingerprint, place, state.chunks + 1
@@ -111,23 +101,28 @@ def is_held_out(text: str, share: float) -> bool:
 
 
 class _Counter:
-    def __init__(self, stage: str, parts: Sequence[SourcePart], report: Callable[[Report], None], state: PrepareState):
-        self.stage, self.parts, self.report = stage, parts, report
-        before = [shard for split in SPLITS for shard in state.shards(split)]
+    """Shows the progress of a stage: documents and tokens since the start of the source, characters of this process."""
+
+    def __init__(self, stage: str, parts: Sequence[SourcePart], state: PrepareState, show: Show):
+        self.stage, self.parts, self.show = stage, parts, show
+        before = [*state.train, *state.validation]
         self.documents = sum(shard.documents for shard in before)
         self.tokens = sum(shard.tokens for shard in before)
-        self.characters = 0
-        self.show(state.place.part)
+        self.characters, self.began = 0, time.monotonic()
+        self.show_part(state.place.part)
 
     def add(self, batch: Sequence[Document], tokens: int) -> None:
         self.documents += len(batch)
         self.tokens += tokens
         self.characters += sum(len(document.text) for document in batch)
-        self.show(batch[-1].after.part)
+        self.show_part(batch[-1].after.part)
 
-    def show(self, part: int) -> None:
-        name, parts = self.parts[part].name, len(self.parts)
-        self.report(Report(self.stage, name, part, parts, self.documents, self.tokens, self.characters))
+    def show_part(self, part: int) -> None:
+        seconds = max(time.monotonic() - self.began, 1e-9)
+        self.show(
+            f"{self.stage}: {self.parts[part].name} ({part + 1}/{len(self.parts)})  {self.documents:,} documents  "
+            f"{short(self.tokens)} tokens  {short(self.characters / seconds)} characters/s  {duration(seconds)}"
+        )
 
 
 def _write_chunk(
@@ -198,11 +193,7 @@ def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
 
 
 def _tokenizer(
-    settings: Settings,
-    parts: Sequence[SourcePart],
-    out: Path,
-    began_with: str | None,
-    report: Callable[[Report], None],
+    settings: Settings, parts: Sequence[SourcePart], out: Path, began_with: str | None, show: Show
 ) -> Tokenizer:
     """The requested tokenizer, stored in `out`; refused if its shards were made with another, `began_with`."""
     path, name = out / shards.TOKENIZER, settings.tokenizer
@@ -216,7 +207,7 @@ def _tokenizer(
     elif trained:
         if not name[4:].isdecimal():
             raise DataError(f"--tokenizer {name}: use bpe:4096, with the vocabulary size after the colon")
-        made = tokenizers.train_bpe(_texts(parts, report), int(name[4:]))
+        made = tokenizers.train_bpe(_texts(parts, show), int(name[4:]))
     elif Path(name).is_file():
         made = tokenizers.load(Path(name), settings.end_of_text)
     else:
@@ -229,8 +220,8 @@ def _tokenizer(
     return made
 
 
-def _texts(parts: Sequence[SourcePart], report: Callable[[Report], None]) -> Iterator[str]:
-    counter = _Counter("training the tokenizer", parts, report, PrepareState({}))
+def _texts(parts: Sequence[SourcePart], show: Show) -> Iterator[str]:
+    counter = _Counter("training the tokenizer", parts, PrepareState({}), show)
     for batch in _batches(_documents(parts, SourcePosition())):
         yield from (document.text for document in batch)
         counter.add(batch, 0)
