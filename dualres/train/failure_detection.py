@@ -29,7 +29,7 @@ from dualres.util.progress import say_as
 # Keys in the store. With thousands of ranks, each polls counters and only one looks up individual ranks.
 FAILED, UNRESPONSIVE = "the first rank that failed, and why", "the ranks that did not respond"
 CALLED, RESPONSES, DECIDING = "a rank was terminated", "number of responses", "number of ranks that decide"
-LEFT, LEAVING, ALL_LEAVE = "a rank has exited after a failure", "number of exiting ranks", "all survivors exit"
+LEAVING = "number of ranks that exit after a failure"
 # Seconds between polls; for all to respond after a failure; to exit once the unresponsive ranks are known; and for
 # exiting ranks to wait for each other.
 # In total less than the 30 seconds that torchrun gives the others after the first process has exited.
@@ -77,19 +77,16 @@ def record_failure(store: Any, member: Rank, error: Exception) -> str:
 
 def unresponsive_ranks(store: Any, member: Rank, ended: threading.Event = NEVER) -> list[int]:
     """The ranks that did not respond in time after the first failure; [] if this rank has `ended` before."""
-    end = time.monotonic() + ANSWER
     with contextlib.suppress(RuntimeError):  # without a store nobody can be asked
-        while time.monotonic() < end and not store.check([UNRESPONSIVE]) and not _all_responded(store, member):
-            if ended.wait(_pause(member)):
-                return []
-        return _decide(store, store, member)
+        _wait(lambda: store.check([UNRESPONSIVE]) or _all_responded(store, member), ANSWER, member, ended)
+        return [] if ended.is_set() else _decide(store, store, member)
     return []
 
 
 def _decide(store: Any, responses: Any, member: Rank) -> list[int]:
     """The ranks without a response: the first rank to decide does so for all."""
     if store.add(DECIDING, 1) > 1:
-        _wait(store, member, UNRESPONSIVE, STOP)  # the first to decide may itself be dead
+        _wait(lambda: store.check([UNRESPONSIVE]), STOP, member)  # the first to decide may itself be dead
     if not store.check([UNRESPONSIVE]):
         silent = [] if _all_responded(responses, member) else _silent(responses, range(member.size))
         store.compare_set(UNRESPONSIVE, "", json.dumps(silent))
@@ -149,7 +146,6 @@ def failure_responder(member: Rank, terminated: Callable[[], bool], busy: thread
         thread.join(2 * LOOK)  # a dead store may hold it longer; as a daemon it does not hold the process
         with contextlib.suppress(RuntimeError):
             if store.check([FAILED]):
-                store.set(LEFT, "yes")
                 exit_together(store, member)
 
 
@@ -157,11 +153,14 @@ def exit_together(store: Any, member: Rank) -> None:
     """Ignore SIGTERM and wait until all others do: when the first process exits, torchrun terminates the survivors,
     and each must print its reason first. Dead ranks, and ranks that are stuck, are not waited for long.
     """
+
+    def all_leave() -> bool:
+        silent = json.loads(store.get(UNRESPONSIVE)) if store.check([UNRESPONSIVE]) else []
+        return store.add(LEAVING, 0) + len(silent) >= member.size
+
     _ignore_sigterm()
-    silent = json.loads(store.get(UNRESPONSIVE)) if store.check([UNRESPONSIVE]) else []
-    if store.add(LEAVING, 1) + len(silent) >= member.size:
-        store.set(ALL_LEAVE, "yes")
-    _wait(store, member, ALL_LEAVE, LEAVE)
+    store.add(LEAVING, 1)
+    _wait(all_leave, LEAVE, member)
 
 
 def respond_to_failures(
@@ -193,7 +192,7 @@ def _watch(
             return
     _respond(store, member)
     silent = unresponsive_ranks(store, member, ended)
-    while not silent and not store.check([LEFT]):
+    while not silent and store.add(LEAVING, 0) == 0:
         if ended.wait(LOOK):
             return
     if not ended.wait(STOP if silent else ANSWER):
@@ -223,18 +222,11 @@ def _all_responded(store: Any, member: Rank) -> bool:
     return store.add(RESPONSES, 0) >= member.size
 
 
-def _wait(store: Any, member: Rank, key: str, seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end and not store.check([key]):
-        time.sleep(_pause(member))
-
-
-def _pause(member: Rank) -> float:
-    """Seconds between polls, so that all ranks together send one store at most 10,000 requests a second.
-
-    (Two requests each, from two threads.)
-    """
-    return max(0.05, 4 * member.size / 10_000)
+def _wait(happened: Callable[[], bool], seconds: float, member: Rank, ended: threading.Event = NEVER) -> None:
+    """Poll, at most so long or until `ended`; all ranks together send one store at most 10,000 requests a second."""
+    end, pause = time.monotonic() + seconds, max(0.05, 4 * member.size / 10_000)  # two requests each, from two threads
+    while time.monotonic() < end and not happened() and not ended.wait(pause):
+        pass
 
 
 def _stops(member: Rank, first: str, silent: Collection[int], reason: str) -> str:

@@ -10,6 +10,7 @@ import signal
 import types
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +32,7 @@ from dualres.train.process_group import World, set_timeout
 from dualres.train.recipe import learning_rate, steps_of
 from dualres.util.atomic_files import write_json
 from dualres.util.errors import TrainError
-from dualres.util.progress import Progress, duration, short
+from dualres.util.progress import Progress
 
 VERIFIED = "verified.json"  # the data files whose checksums were compared, so that a resumed run can skip them
 
@@ -63,7 +64,7 @@ def train(
         world.on_main(lambda: run_folder.open_run(folder, config, data, index, start))
         _verify(config, data, folder, index, world, progress)
         training = Training(config, data, folder, index, world, progress, wandb, start)
-        if world.sum([float(world.terminated())])[0] > 0:
+        if any(world.gather_or_raise(world.terminated)):
             raise TrainError("terminated before the first step: run the same command to start again")
         return training.run()
 
@@ -121,7 +122,7 @@ class Training:
         self.throughput.start()
         own = self.engine.accumulate(self._micro_batches())
         # One all-reduce for the losses and for requests to stop, which may have reached only some ranks.
-        language, router, stop = self.world.sum([own.language, own.router, float(asked())])
+        language, router, stop = self.engine.sum_over_ranks([own.language, own.router, float(asked())])
         losses = Losses(language / self.world.size, router / self.world.size)
         self._check_finite("loss", losses.language, step)
         norm = self.engine.update(rate, train.clip)
@@ -161,9 +162,9 @@ class Training:
         rate_now, mfu = throughput.tokens_per_second, throughput.utilization
         self.log.clock(step, seconds=throughput.seconds[-1], tokens_per_second=rate_now, mfu=mfu)
         router = f"  router {losses.router:.3f}" if sparse else ""
-        left = duration((self.steps - step) * throughput.step_seconds)
+        left = timedelta(seconds=round((self.steps - step) * throughput.step_seconds))
         self.progress.show(
-            f"step {step}/{self.steps}  loss {losses.language:.4f}{router}  {short(rate_now)} tokens/s  "
+            f"step {step}/{self.steps}  loss {losses.language:.4f}{router}  {rate_now:,.0f} tokens/s  "
             f"MFU {mfu:.1%}  left {left}"
         )
 
@@ -197,7 +198,7 @@ class Training:
             return engine.evaluate(sequences) * len(sequences)
 
         total = sum_over_windows(loader, count, train.micro_batch, batch_loss, engine.data_rank, engine.data_size)
-        return self.world.sum([total])[0] * engine.data_size / (self.world.size * count)
+        return engine.sum_over_ranks([total])[0] * engine.data_size / (self.world.size * count)
 
     def _save(self) -> None:
         state = {

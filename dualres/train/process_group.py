@@ -34,21 +34,13 @@ class World(NamedTuple):
     device: torch.device
     control: dist.ProcessGroup | None  # gloo, for numbers and objects; None for a single process
     saving: dist.ProcessGroup | None  # another, for the thread that writes checkpoints
-    terminated: Callable[[], bool] = lambda: False  # whether SIGTERM has arrived, which does not end one of many ranks
+    terminated: Callable[[], bool] = threading.Event().is_set  # by SIGTERM, which does not end one of many ranks
     busy: threading.Event = threading.Event()  # set while this rank saves, when it may respond late
 
     @property
     def is_main(self) -> bool:
         """Whether this rank prints and writes files for all."""
         return self.rank == 0
-
-    def sum(self, values: list[float]) -> list[float]:
-        """Each value summed over all ranks."""
-        if self.control is None:
-            return values
-        together = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(together, group=self.control)
-        return together.tolist()
 
     def on_main(self, work: Callable[[], object]) -> None:
         """Run `work` on rank 0 while the others wait; its exception is raised on all."""

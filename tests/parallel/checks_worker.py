@@ -39,7 +39,7 @@ def step(config: Config, world: World, resend: bool = False) -> tuple[float, dic
     assert isinstance(engine, PipelineEngine)
     with counted("get_fwd_send_ops") as states, counted("get_bwd_send_ops") as gradients:
         losses = engine.accumulate(share(config, engine, 0))
-    loss, *sent = world.sum([losses.language, float(sum(states)), float(sum(gradients))])
+    loss, *sent = engine.sum_over_ranks([losses.language, float(sum(states)), float(sum(gradients))])
     return loss, dict(zip(("states", "gradients"), map(round, sent), strict=True))
 
 
@@ -152,7 +152,7 @@ def fewer_rows(mesh: Mesh, world: World) -> list[str]:
     case = Case("dar-block", "moe", 1)
     sequences = share(config_of(case, mesh), build_engine(config_of(case, Mesh()), ALONE, 0), 0)[0].sequences[:1]
     engine = build_engine(config_of(case, mesh), world, end_of_text=0)
-    found = world.sum([engine.evaluate(sequences)])[0] / world.size
+    found = engine.sum_over_ranks([engine.evaluate(sequences)])[0] / world.size
     alone = build_engine(config_of(case, Mesh(), layers=len(engine.decoder.stack.blocks) * 2 - 1), ALONE, 0)
     wanted = alone.evaluate(sequences)
     return [] if abs(found - wanted) < 1e-5 else [f"{found}, and in one process {wanted}"]

@@ -173,7 +173,7 @@ def test_where_all_are_there_the_failed_one_may_finish_its_save(
         ended.set()
         leaving.result(60)
         assert codes == []
-        store.set(failure_detection.LEFT, "yes")
+        store.add(failure_detection.LEAVING, 1)
         waiting.result(60)
     assert codes == [1]
     assert capsys.readouterr().err.startswith("dualres, rank 2: rank 1 of 4 has failed (out of memory): rank 2 stops")

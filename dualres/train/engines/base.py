@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
@@ -74,6 +75,14 @@ class Engine(ABC):
     @abstractmethod
     def load_tensors(self, tensors: dict[str, Tensor]) -> None:
         """Take over the result of `tensors` after a checkpoint was loaded into it."""
+
+    def sum_over_ranks(self, values: list[float]) -> list[float]:
+        """Each value summed over all processes."""
+        if self.world.size == 1:
+            return values
+        together = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(together, group=self.world.control)
+        return together.tolist()
 
     @torch.no_grad()
     def evaluate(self, sequences: Tensor) -> float:

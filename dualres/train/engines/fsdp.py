@@ -40,7 +40,7 @@ class ShardedEngine(TorchEngine):
 
     def clip_gradient(self, limit: float) -> float:
         """By the norm over all ranks of the mesh."""
-        norm = math.sqrt(self.world.sum([gradients.squares(self.roles)])[0])
+        norm = math.sqrt(self.sum_over_ranks([gradients.squares(self.roles)])[0])
         gradients.clip(self.roles, norm, limit)
         return norm
 
