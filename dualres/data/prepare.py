@@ -160,23 +160,22 @@ def _documents(parts: Sequence[SourcePart], start: SourcePosition) -> Iterator[D
 def _encoded(
     documents: Iterator[Document], tokenizer: Tokenizer, counter: _Counter
 ) -> Iterator[tuple[Document, Tokens]]:
-    for batch, future in _submitted(documents, tokenizer):
+    """Each document with its tokens; the next batches are read and tokenized while one is written."""
+    waiting: deque[tuple[list[Document], Future[list[Tokens]]]] = deque()
+
+    def first() -> Iterator[tuple[Document, Tokens]]:
+        batch, future = waiting.popleft()
         tokens = future.result()
         yield from zip(batch, tokens, strict=True)
         counter.add(batch, sum(map(len, tokens)) + len(batch))
 
-
-def _submitted(
-    documents: Iterator[Document], tokenizer: Tokenizer
-) -> Iterator[tuple[list[Document], Future[list[Tokens]]]]:
-    """Reads and tokenizes the next batches while one is written."""
     with ThreadPoolExecutor(BATCHES_AHEAD) as pool:
-        waiting: deque[tuple[list[Document], Future[list[Tokens]]]] = deque()
         for batch in _batches(documents):
             waiting.append((batch, pool.submit(tokenizer.encode_batch, [document.text for document in batch])))
             if len(waiting) > BATCHES_AHEAD:
-                yield waiting.popleft()
-        yield from waiting
+                yield from first()
+        while waiting:
+            yield from first()
 
 
 def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:

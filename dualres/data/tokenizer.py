@@ -118,7 +118,7 @@ def train_bpe(texts: Iterator[str], vocab_size: int) -> Tokenizer:
         vocab_size=vocab_size - 1, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
     backend.train_from_iterator(_first(texts, TRAINING_BYTES), trainer)
-    return Tokenizer(*_byte_level(backend, backend.pre_tokenizer))
+    return Tokenizer(*_byte_level(backend))
 
 
 def tekken() -> Tokenizer:
@@ -173,13 +173,11 @@ def merges_of(pieces: Sequence[bytes]) -> Iterator[tuple[bytes, bytes]]:
 def _byte_backend() -> tuple[tokenizers.Tokenizer, int]:
     vocab = {letter: byte for byte, letter in enumerate(_byte_letters())}
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    return _byte_level(backend, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return _byte_level(backend)
 
 
-def _byte_level(
-    backend: tokenizers.Tokenizer, pre_tokenizer: pre_tokenizers.PreTokenizer
-) -> tuple[tokenizers.Tokenizer, int]:
-    backend.pre_tokenizer = pre_tokenizer
+def _byte_level(backend: tokenizers.Tokenizer) -> tuple[tokenizers.Tokenizer, int]:
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(END_OF_TEXT, special=True, normalized=False)])
     return backend, backend.get_vocab(with_added_tokens=True)[END_OF_TEXT]

@@ -63,26 +63,13 @@ def train(
         check_vocabulary(config, data, index)
         world.on_main(lambda: run_folder.open_run(folder, config, data, index, start))
         _verify(config, data, folder, index, world, progress)
-        training = Training(config, data, folder, index, world, progress, wandb, start)
-        if any(world.gather_or_raise(world.terminated)):
-            raise TrainError("terminated before the first step: run the same command to start again")
-        return training.run()
+        return Training(config, data, folder, index, world, progress).run(wandb, start)
 
 
 class Training:
     """The run as one of its processes sees it."""
 
-    def __init__(
-        self,
-        config: Config,
-        data: Path,
-        folder: Path,
-        index: Index,
-        world: World,
-        progress: Progress,
-        wandb: str | None,
-        start: Path | None,
-    ):
+    def __init__(self, config: Config, data: Path, folder: Path, index: Index, world: World, progress: Progress):
         self.config, self.folder, self.world, self.progress = config, folder, world, progress
         train, context = config.train, config.model.context
         self.steps = steps_of(train, context)
@@ -90,18 +77,18 @@ class Training:
         self.validation_loader = Loader(data, index, "validation", context, None)
         self.engine: Engine = build_engine(config, world, index.end_of_text)
         self.checkpoints = Checkpoints(folder / run_folder.CHECKPOINTS, world, train.keep_checkpoints, progress.say)
-        self.step, self.best_step, self.best_loss = 0, 0, math.inf
-        self.validation_loss: float | None = None
-        self._restore(start)
-        set_timeout(world, train.timeout)
-        self.log: Log | None = None
-        world.on_main(lambda: self._open_log(wandb))
         self.throughput = Throughput(config, world.device, world.size)
+        self.log: Log | None = None  # of the main rank
+        self.step = self.best_step = 0
+        self.best_loss: float | None = None
+        self.validation_loss: float | None = None
 
-    def _open_log(self, wandb: str | None) -> None:
-        self.log = Log(self.folder, self.step, self.progress.say, wandb)
-
-    def run(self) -> TrainResult:
+    def run(self, wandb: str | None, start: Path | None) -> TrainResult:
+        self._restore(start)
+        set_timeout(self.world, self.config.train.timeout)
+        self.world.on_main(lambda: self._open_log(wandb))
+        if any(self.world.gather_or_raise(self.world.terminated)):
+            raise TrainError("terminated before the first step: run the same command to start again")
         with stop_signals(self.world) as asked:
             try:
                 with report_failed_ranks(self.world):  # before waiting for a save that may wait for a dead rank
@@ -114,6 +101,9 @@ class Training:
                 if self.log is not None:
                     self.log.close()
                 self.progress.end()
+
+    def _open_log(self, wandb: str | None) -> None:
+        self.log = Log(self.folder, self.step, self.progress.say, wandb)
 
     def _one_step(self, asked: Callable[[], bool]) -> bool:
         """-> whether to stop"""
@@ -181,7 +171,7 @@ class Training:
         """-> whether the validation loss is the best so far"""
         self.validation_loss = loss = self._mean_validation_loss()
         self._check_finite("validation loss", loss, self.step)
-        improved = loss < self.best_loss
+        improved = self.best_loss is None or loss < self.best_loss
         if improved:
             self.best_loss, self.best_step = loss, self.step
         if self.log is not None:
@@ -204,7 +194,7 @@ class Training:
         state = {
             "step": self.step,
             "sequences": self.step * self.config.train.global_batch,
-            "best_loss": None if math.isinf(self.best_loss) else self.best_loss,
+            "best_loss": self.best_loss,
             "best_step": self.best_step,
             "validation_loss": self.validation_loss,
             "random": torch.get_rng_state().numpy().tobytes().hex(),
@@ -216,20 +206,17 @@ class Training:
     def _restore(self, start: Path | None) -> None:
         tensors = self.engine.tensors()
         state = self.checkpoints.restore(tensors)
-        if state is None and start is not None:
+        if state is not None:
+            self.step, self.validation_loss = state["step"], state["validation_loss"]
+            self.best_step, self.best_loss = state["best_step"], state["best_loss"]
+            torch.set_rng_state(torch.frombuffer(bytearray.fromhex(state["random"]), dtype=torch.uint8))
+            self.progress.say(f"resumed from {self.checkpoints.last()}")
+        elif start is not None:
             load_initial_weights(start, tensors, distributed=self.world.size > 1)
-            self.engine.load_tensors(tensors)
-            if self.world.is_main:
-                self.progress.say(f"starting from the weights of {start}")
-        if state is None:
+            self.progress.say(f"starting from the weights of {start}")
+        else:
             return
         self.engine.load_tensors(tensors)
-        self.step, self.validation_loss = state["step"], state["validation_loss"]
-        self.best_step = state["best_step"]
-        self.best_loss = math.inf if state["best_loss"] is None else state["best_loss"]
-        torch.set_rng_state(torch.frombuffer(bytearray.fromhex(state["random"]), dtype=torch.uint8))
-        if self.world.is_main:
-            self.progress.say(f"resumed from {self.checkpoints.last()}")
 
     def _end(self) -> TrainResult:
         self.checkpoints.wait()
@@ -239,7 +226,7 @@ class Training:
         finished = self.step >= self.steps
         if finished and self.world.is_main:
             self._write_summary()
-        elif self.world.is_main:
+        elif not finished:
             self.progress.say(
                 f"stopped at step {self.step} of {self.steps}; saved as {self.checkpoints.last()}. "
                 "Run the same command to resume"

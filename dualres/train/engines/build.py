@@ -58,6 +58,8 @@ def build_engine(config: Config, world: World, end_of_text: int) -> Engine:
     objective = _objective(config, decoder, end_of_text, Mesh(data=world.size))
     if name == "deepspeed":
         return DeepSpeedEngine(config, world, objective)
+    if config.train.precision == "bf16":  # FSDP2 and DeepSpeed cast by their own settings
+        objective.forward = torch.autocast(world.device.type, torch.bfloat16)(objective.forward)  # type: ignore[method-assign]
     if name == "single":
         return TorchEngine(config.train, world, objective, objective)
     devices = [world.device] if world.device.type == "cuda" else None
