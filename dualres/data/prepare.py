@@ -4,28 +4,29 @@ import contextlib
 import dataclasses
 import hashlib
 import itertools
+import json
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from dualres.data import shards
 from dualres.data import tokenizer as tokenizers
-from dualres.data.resume import PrepareState, SourcePosition, check_folder, resume_or_start
-from dualres.data.shards import SPLITS, Index, ShardWriter, Split
+from dualres.data.shards import SPLITS, Index, Shard, ShardWriter, Split
 from dualres.data.source import PYTHON, SourcePart, open_source
 from dualres.data.tokenizer import Tokenizer, Tokens
-from dualres.util.atomic_files import locked
+from dualres.util.atomic_files import LOCK, locked, partial_of, write_json
 from dualres.util.errors import DataError
 from dualres.util.progress import Show, duration, short, silent
 
 BATCH_CHARACTERS = 2**20  # tokenized together
 BATCHES_AHEAD = 3  # being tokenized while another is written
+PROGRESS = "progress.json"
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,31 @@ class Settings:
             raise DataError(f"--held-out {self.held_out} is not a fraction: use 0 ≤ --held-out < 1")
         if self.shard_tokens < 1:
             raise DataError(f"--shard-tokens {self.shard_tokens} is not positive: use, for example, 100000000")
+
+
+class SourcePosition(NamedTuple):
+    """How far the source was read: parts, and documents of the next part."""
+
+    part: int = 0
+    documents: int = 0
+
+
+@dataclass
+class PrepareState:
+    """What was written, in whole chunks of one shard per split; stored beside the shards."""
+
+    settings: dict[str, Any]
+    tokenizer: str | None = None  # fingerprint
+    place: SourcePosition = field(default_factory=SourcePosition)
+    chunks: int = 0
+    train: list[Shard] = field(default_factory=list)
+    validation: list[Shard] = field(default_factory=list)
+
+    def shards(self, split: Split) -> list[Shard]:
+        return self.train if split == "train" else self.validation
+
+    def write(self, out: Path) -> None:
+        write_json(out / PROGRESS, dataclasses.asdict(self))
 
 
 class Document(NamedTuple):
@@ -72,7 +98,12 @@ def _prepare(settings: Settings, parts: Sequence[SourcePart], out: Path, show: S
     state = resume_or_start(out, {**dataclasses.asdict(settings), "parts": [[part.name, part.size] for part in parts]})
     if (out / shards.INDEX).exists():
         return shards.read_index(out)
-    tokenizer = _tokenizer(settings, parts, out, state.tokenizer, show)
+    stored, name = out / shards.TOKENIZER, settings.tokenizer
+    tokenizer = tokenizers.choose(name, stored, _texts(parts, show), settings.end_of_text)
+    if state.tokenizer not in (None, tokenizer.fingerprint):
+        changed = stored if name.startswith("bpe:") else name
+        raise DataError(f"{changed} is not the tokenizer that {out} started with: restore it, or use a new folder")
+    tokenizer.save(stored)
     counter = _Counter("tokenizing", parts, state, show)
     encoded = _encoded(_documents(parts, state.place), tokenizer, counter)
     while (place := _write_chunk(encoded, tokenizer, settings, out, state)) is not None:
@@ -92,6 +123,49 @@ def _prepare(settings: Settings, parts: Sequence[SourcePart], out: Path, show: S
     shards.check_sizes(out, index)
     shards.write_index(out, index)
     return index
+
+
+def check_folder(out: Path) -> None:
+    names = {file.name for file in out.iterdir()}
+    if PROGRESS not in names and names - {partial_of(out / PROGRESS).name, LOCK}:
+        raise DataError(f"{out} is not empty, and not from `dualres prepare`: use a new folder")
+
+
+def resume_or_start(out: Path, settings: dict[str, Any]) -> PrepareState:
+    """The state that an earlier run with these settings left in `out`, or a new one.
+
+    Settings may change only before the first shard is written.
+    """
+    settings = json.loads(json.dumps(settings))
+    if (out / PROGRESS).exists():
+        state = _read(out)
+        changed = [key for key in settings if state.settings.get(key) != settings[key]]
+        if not changed:
+            return state
+        if state.chunks > 0:
+            what = ", ".join(_change(key, state.settings.get(key), settings[key]) for key in changed)
+            raise DataError(f"{out} was prepared with other settings ({what}): use a new folder, or the same settings")
+    (out / shards.TOKENIZER).unlink(missing_ok=True)
+    state = PrepareState(settings)
+    state.write(out)
+    return state
+
+
+def _read(out: Path) -> PrepareState:
+    path = out / PROGRESS
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        rows = {split: [Shard(**row) for row in data[split]] for split in SPLITS}
+        return PrepareState(**{**data, "place": SourcePosition(*data["place"]), **rows})
+    except (ValueError, TypeError, KeyError) as error:
+        raise DataError(f"{path} cannot be read ({error!r}): remove {out} and prepare again") from None
+
+
+def _change(key: str, before: Any, now: Any) -> str:
+    if key != "parts":
+        return f"{key} {before!r} → {now!r}"
+    files = sorted({name for name, _ in {*map(tuple, before)} ^ {*map(tuple, now)}})
+    return f"files or sizes in the source have changed: {', '.join(files[:3])}{' …' if len(files) > 3 else ''}"
 
 
 def is_held_out(text: str, share: float) -> bool:
@@ -189,34 +263,6 @@ def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
             batch, size = [], 0
     if batch:
         yield batch
-
-
-def _tokenizer(
-    settings: Settings, parts: Sequence[SourcePart], out: Path, began_with: str | None, show: Show
-) -> Tokenizer:
-    """The requested tokenizer, stored in `out`; refused if its shards were made with another, `began_with`."""
-    path, name = out / shards.TOKENIZER, settings.tokenizer
-    trained = name.startswith("bpe:")
-    if name == "bytes":
-        made = tokenizers.byte_tokenizer()
-    elif name == "tekken":
-        made = tokenizers.tekken()
-    elif trained and path.exists():
-        made = tokenizers.load(path)
-    elif trained:
-        if not name[4:].isdecimal():
-            raise DataError(f"--tokenizer {name}: use bpe:4096, with the vocabulary size after the colon")
-        made = tokenizers.train_bpe(_texts(parts, show), int(name[4:]))
-    elif Path(name).is_file():
-        made = tokenizers.load(Path(name), settings.end_of_text)
-    else:
-        raise DataError(f"--tokenizer {name}: use bytes, bpe:4096, tekken, or the path of a tokenizer.json")
-    if began_with not in (None, made.fingerprint):
-        raise DataError(
-            f"{path if trained else name} is not the tokenizer that {out} started with: restore it, or use a new folder"
-        )
-    made.save(path)
-    return made
 
 
 def _texts(parts: Sequence[SourcePart], show: Show) -> Iterator[str]:

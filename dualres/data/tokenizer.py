@@ -103,6 +103,23 @@ def load(path: Path, end_of_text: int | str | None = None) -> Tokenizer:
     return Tokenizer(backend, found[0])
 
 
+def choose(name: str, stored: Path, texts: Iterator[str], end_of_text: str | None) -> Tokenizer:
+    """The tokenizer that `--tokenizer` names. A BPE is trained on `texts`, unless it is already `stored`."""
+    if name == "bytes":
+        return byte_tokenizer()
+    if name == "tekken":
+        return tekken()
+    if name.startswith("bpe:"):
+        if stored.exists():
+            return load(stored)
+        if not name[4:].isdecimal():
+            raise DataError(f"--tokenizer {name}: use bpe:4096, with the vocabulary size after the colon")
+        return train_bpe(texts, int(name[4:]))
+    if Path(name).is_file():
+        return load(Path(name), end_of_text)
+    raise DataError(f"--tokenizer {name}: use bytes, bpe:4096, tekken, or the path of a tokenizer.json")
+
+
 def byte_tokenizer() -> Tokenizer:
     """256 bytes and end of text."""
     return Tokenizer(*_byte_backend())
