@@ -110,26 +110,16 @@ class PipelineChunk(nn.Module):
 
 
 def cached(state: Tensor, leaves: Leaves, number: int) -> Tensor:
-    """The state, of which a leaf is cached for later passes; its backward pass adds the leaf's gradient."""
+    """The state, of which a leaf is cached for later passes; its gradient also has the leaf's.
+
+    The backward passes of later passes come first, so the leaf's gradient is complete.
+    """
     leaf = state.detach().requires_grad_(state.requires_grad)
     leaves[number] = leaf
-    return CachedState.apply(state, [leaf])
-
-
-class CachedState(torch.autograd.Function):
-    """The identity, whose gradient also has the gradients from later passes of the rank."""
-
-    @staticmethod
-    def forward(ctx: Any, state: Tensor, leaf: list[Tensor]) -> Tensor:
-        """The leaf is in a list so that autograd does not see it."""
-        ctx.leaf = leaf
-        return state.view_as(state)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """The backward passes of later passes come first, so the leaf's gradient is complete."""
-        later = ctx.leaf[0].grad
-        return grad if later is None else grad + later, None
+    state = state.view_as(state)
+    if state.requires_grad:
+        state.register_hook(lambda grad: grad if leaf.grad is None else grad + leaf.grad)
+    return state
 
 
 class Stage(PipelineStage):

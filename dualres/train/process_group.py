@@ -115,7 +115,7 @@ def join_world(device: str | None = None) -> Iterator[World]:
         control, saving = dist.new_group(backend="gloo"), dist.new_group(backend="gloo")
         with catch_sigterm() as terminated:
             world = World(rank, size, place, control, saving, terminated, threading.Event())
-            with failure_responder(world, terminated, world.busy), report_failed_ranks(world):
+            with failure_responder(world), report_failed_ranks(world):
                 yield world
                 dist.barrier()  # otherwise a process may exit while another still talks to it
     finally:

@@ -94,12 +94,9 @@ def _fsdp2(config: Config, world: World, end_of_text: int) -> Engine:
         _shard_units(config, world, groups, decoder, [*decoder.stack, objective])
         return ShardedEngine(config, world, objective, groups)
     chunks = make_chunks(objective, chunk_sizes(config, mesh), mesh.pipeline, groups.stage)
-    tied: list[str] = []
     for chunk in chunks.values():
         _shard_units(config, world, groups, decoder, [*cast(Sequence[nn.Module], chunk.blocks), chunk])
-        if config.model.tied_embeddings and (chunk.arriving is None or chunk.leaving is None):
-            tied = [f"vocabulary.{name}" for name, _ in decoder.vocabulary.named_parameters()]
-    return PipelineEngine(config, world, objective, groups, tied, chunks)
+    return PipelineEngine(config, world, objective, groups, chunks)
 
 
 def _shard_units(config: Config, world: World, groups: Groups, decoder: Decoder, units: Sequence[nn.Module]) -> None:

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from dualres.config.schema import Config
 from dualres.model.attention import RouterReport
 from dualres.model.loss import Objective
-from dualres.parallel import gradients
+from dualres.parallel.gradients import MeshGradients
 from dualres.parallel.mesh import Groups, chunk_sizes
 from dualres.parallel.pipeline import Boundary, PipelineChunk, Stage, make_schedule, padded_micro_batches
 from dualres.train.engines.base import Losses, MicroBatch, TorchEngine
@@ -27,11 +27,11 @@ class ShardedEngine(TorchEngine):
         super().__init__(config.train, world, objective, objective)
         self.groups = groups
         self.data_rank, self.data_size = groups.data.get_local_rank(), groups.sizes.data
-        self.roles = gradients.roles(self.parameters, groups, tied)
+        self.gradients = MeshGradients(self.parameters, groups, tied)
 
     def accumulate(self, micro_batches: Sequence[MicroBatch]) -> Losses:
         losses = super().accumulate(micro_batches)
-        gradients.finish(self.roles, self.groups)
+        self.gradients.finish()
         return losses
 
     def load_tensors(self, tensors: dict[str, Tensor]) -> None:
@@ -40,8 +40,8 @@ class ShardedEngine(TorchEngine):
 
     def clip_gradient(self, limit: float) -> float:
         """By the norm over all ranks of the mesh."""
-        norm = math.sqrt(self.sum_over_ranks([gradients.squares(self.roles)])[0])
-        gradients.clip(self.roles, norm, limit)
+        norm = math.sqrt(self.sum_over_ranks([self.gradients.squares()])[0])
+        self.gradients.clip(norm, limit)
         return norm
 
 
@@ -49,14 +49,11 @@ class PipelineEngine(ShardedEngine):
     """This rank's chunks of the model, run by PyTorch's schedules."""
 
     def __init__(
-        self,
-        config: Config,
-        world: World,
-        objective: Objective,
-        groups: Groups,
-        tied: Sequence[str],
-        chunks: dict[int, PipelineChunk],
+        self, config: Config, world: World, objective: Objective, groups: Groups, chunks: dict[int, PipelineChunk]
     ):
+        at_an_end = any(chunk.arriving is None or chunk.leaving is None for chunk in chunks.values())
+        vocabulary = [f"vocabulary.{name}" for name, _ in objective.decoder.vocabulary.named_parameters()]
+        tied = vocabulary if config.model.tied_embeddings and at_an_end else ()
         super().__init__(config, world, objective, groups, tied)
         self.layers = config.model.layers
         self.group = groups.pipeline.get_group()
@@ -105,7 +102,7 @@ class PipelineEngine(ShardedEngine):
             number=torch.arange(count),
             reports=reports,
         )
-        gradients.finish(self.roles, self.groups)
+        self.gradients.finish()
         router = sum(
             micro.weight * float(sum(reports[number].losses.values())) / self.layers
             for number, micro in enumerate(given)
