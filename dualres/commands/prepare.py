@@ -6,13 +6,12 @@ After an interruption the same command resumes; once finished, it changes nothin
 
 import argparse
 import dataclasses
-import time
 from pathlib import Path
 
-from dualres.data.prepare import Report, Settings, prepare
+from dualres.data.prepare import Settings, prepare
 from dualres.data.shards import Index
 from dualres.util.optional_dependencies import install
-from dualres.util.progress import Progress, duration, short
+from dualres.util.progress import Progress
 
 EPILOG = f"""\
 sources:
@@ -70,19 +69,8 @@ def run(given: argparse.Namespace) -> int:
 
 
 def prepare_with_progress(settings: Settings, out: Path) -> Index:
-    progress, stage, began = Progress(), "", 0.0
-
-    def show(report: Report) -> None:
-        nonlocal stage, began
-        if report.stage != stage:
-            stage, began = report.stage, time.monotonic()
-        seconds = max(time.monotonic() - began, 1e-9)
-        progress.show(
-            f"{stage}: {report.part} ({report.parts_done + 1}/{report.parts})  {report.documents:,} documents  "
-            f"{short(report.tokens)} tokens  {short(report.characters / seconds)} characters/s  {duration(seconds)}"
-        )
-
+    progress = Progress()
     try:
-        return prepare(settings, out, show)
+        return prepare(settings, out, progress.show)
     finally:
         progress.end()

@@ -105,7 +105,7 @@ def dry_run(config: Config, given: argparse.Namespace, out: Path) -> int:
     from dualres.plan.plan import Plan, as_data, as_text
     from dualres.plan.search import check_memory
     from dualres.train.engines.build import engine_mesh
-    from dualres.train.preflight import Places, check_start, engine_or_asked
+    from dualres.train.preflight import check_start, engine_or_asked
 
     arguments.check_positive(given, "gpus", "gpu_memory")
     ranks = given.gpus or 1
@@ -115,13 +115,12 @@ def dry_run(config: Config, given: argparse.Namespace, out: Path) -> int:
         mesh = Mesh(data=ranks)
     hardware = Hardware() if given.gpu_memory is None else Hardware(memory=given.gpu_memory * GIB)
     own = estimate(config, engine_or_asked(config, ranks), mesh, hardware)
-    is_default = given.data == DEFAULT_DATA
-    places = Places(given.data, out, made_at_start=is_default)
-    checks = [*check_start(config, ranks, places, given.wandb is not None), check_memory(own, hardware)]
+    is_default, wandb = given.data == DEFAULT_DATA, given.wandb is not None
+    checks = check_start(config, ranks, given.data, out, prepares_data=is_default, wandb=wandb)
     options = {"data": None if is_default else given.data, "out": given.out, "from": given.start}
     options |= {"device": given.device, "wandb": given.wandb}
     line = launch_command(given.scale, given.residual, given.set, options, processes=ranks)
-    made = Plan(given.residual, {given.residual: own}, hardware, False, checks, line)
+    made = Plan(given.residual, {given.residual: own}, hardware, False, [*checks, check_memory(own, hardware)], line)
     print(json.dumps(as_data(made), indent=2) if given.json else as_text(made, f"{given.scale} × {given.residual}"))
     if made.problems:
         print(f"dualres: cannot start: {', '.join(check.name for check in made.problems)}", file=sys.stderr)

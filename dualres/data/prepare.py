@@ -4,26 +4,29 @@ import contextlib
 import dataclasses
 import hashlib
 import itertools
+import json
+import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from dualres.data import shards
 from dualres.data import tokenizer as tokenizers
-from dualres.data.resume import PrepareState, SourcePosition, check_folder, resume_or_start
-from dualres.data.shards import SPLITS, Index, ShardWriter, Split
+from dualres.data.shards import SPLITS, Index, Shard, ShardWriter, Split
 from dualres.data.source import PYTHON, SourcePart, open_source
 from dualres.data.tokenizer import Tokenizer, Tokens
-from dualres.util.atomic_files import locked
+from dualres.util.atomic_files import LOCK, locked, partial_of, write_json
 from dualres.util.errors import DataError
+from dualres.util.progress import Show, duration, short, silent
 
 BATCH_CHARACTERS = 2**20  # tokenized together
 BATCHES_AHEAD = 3  # being tokenized while another is written
+PROGRESS = "progress.json"
 
 
 @dataclass(frozen=True)
@@ -46,16 +49,29 @@ class Settings:
             raise DataError(f"--shard-tokens {self.shard_tokens} is not positive: use, for example, 100000000")
 
 
-class Report(NamedTuple):
-    """The progress of `prepare`."""
+class SourcePosition(NamedTuple):
+    """How far the source was read: parts, and documents of the next part."""
 
-    stage: str
-    part: str
-    parts_done: int
-    parts: int
-    documents: int  # since the start of the source
-    tokens: int
-    characters: int  # since the start of this stage
+    part: int = 0
+    documents: int = 0
+
+
+@dataclass
+class PrepareState:
+    """What was written, in whole chunks of one shard per split; stored beside the shards."""
+
+    settings: dict[str, Any]
+    tokenizer: str | None = None  # fingerprint
+    place: SourcePosition = field(default_factory=SourcePosition)
+    chunks: int = 0
+    train: list[Shard] = field(default_factory=list)
+    validation: list[Shard] = field(default_factory=list)
+
+    def shards(self, split: Split) -> list[Shard]:
+        return self.train if split == "train" else self.validation
+
+    def write(self, out: Path) -> None:
+        write_json(out / PROGRESS, dataclasses.asdict(self))
 
 
 class Document(NamedTuple):
@@ -65,7 +81,7 @@ class Document(NamedTuple):
     after: SourcePosition
 
 
-def prepare(settings: Settings, out: Path, report: Callable[[Report], None] = lambda _: None) -> Index:
+def prepare(settings: Settings, out: Path, show: Show = silent) -> Index:
     """Write the shards of a source to the folder `out`, then its index; a finished folder is left unchanged."""
     parts = open_source(settings.source, settings.field, settings.subset, settings.split)
     source = Path(settings.source)
@@ -75,15 +91,20 @@ def prepare(settings: Settings, out: Path, report: Callable[[Report], None] = la
     check_folder(out)
     busy = DataError(f"another process is preparing {out}: wait for it, or use a new folder")
     with contextlib.nullcontext() if (out / shards.INDEX).exists() else locked(out, busy):
-        return _prepare(settings, parts, out, report)
+        return _prepare(settings, parts, out, show)
 
 
-def _prepare(settings: Settings, parts: Sequence[SourcePart], out: Path, report: Callable[[Report], None]) -> Index:
+def _prepare(settings: Settings, parts: Sequence[SourcePart], out: Path, show: Show) -> Index:
     state = resume_or_start(out, {**dataclasses.asdict(settings), "parts": [[part.name, part.size] for part in parts]})
-    if state is None:
+    if (out / shards.INDEX).exists():
         return shards.read_index(out)
-    tokenizer = _tokenizer(settings, parts, out, state.tokenizer, report)
-    counter = _Counter("tokenizing", parts, report, state)
+    stored, name = out / shards.TOKENIZER, settings.tokenizer
+    tokenizer = tokenizers.choose(name, stored, _texts(parts, show), settings.end_of_text)
+    if state.tokenizer not in (None, tokenizer.fingerprint):
+        changed = stored if name.startswith("bpe:") else name
+        raise DataError(f"{changed} is not the tokenizer that {out} started with: restore it, or use a new folder")
+    tokenizer.save(stored)
+    counter = _Counter("tokenizing", parts, state, show)
     encoded = _encoded(_documents(parts, state.place), tokenizer, counter)
     while (place := _write_chunk(encoded, tokenizer, settings, out, state)) is not None:
         state.tokenizer, state.place, state.chunks = tokenizer.fingerprint, place, state.chunks + 1
@@ -104,6 +125,49 @@ def _prepare(settings: Settings, parts: Sequence[SourcePart], out: Path, report:
     return index
 
 
+def check_folder(out: Path) -> None:
+    names = {file.name for file in out.iterdir()}
+    if PROGRESS not in names and names - {partial_of(out / PROGRESS).name, LOCK}:
+        raise DataError(f"{out} is not empty, and not from `dualres prepare`: use a new folder")
+
+
+def resume_or_start(out: Path, settings: dict[str, Any]) -> PrepareState:
+    """The state that an earlier run with these settings left in `out`, or a new one.
+
+    Settings may change only before the first shard is written.
+    """
+    settings = json.loads(json.dumps(settings))
+    if (out / PROGRESS).exists():
+        state = _read(out)
+        changed = [key for key in settings if state.settings.get(key) != settings[key]]
+        if not changed:
+            return state
+        if state.chunks > 0:
+            what = ", ".join(_change(key, state.settings.get(key), settings[key]) for key in changed)
+            raise DataError(f"{out} was prepared with other settings ({what}): use a new folder, or the same settings")
+    (out / shards.TOKENIZER).unlink(missing_ok=True)
+    state = PrepareState(settings)
+    state.write(out)
+    return state
+
+
+def _read(out: Path) -> PrepareState:
+    path = out / PROGRESS
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        rows = {split: [Shard(**row) for row in data[split]] for split in SPLITS}
+        return PrepareState(**{**data, "place": SourcePosition(*data["place"]), **rows})
+    except (ValueError, TypeError, KeyError) as error:
+        raise DataError(f"{path} cannot be read ({error!r}): remove {out} and prepare again") from None
+
+
+def _change(key: str, before: Any, now: Any) -> str:
+    if key != "parts":
+        return f"{key} {before!r} → {now!r}"
+    files = sorted({name for name, _ in {*map(tuple, before)} ^ {*map(tuple, now)}})
+    return f"files or sizes in the source have changed: {', '.join(files[:3])}{' …' if len(files) > 3 else ''}"
+
+
 def is_held_out(text: str, share: float) -> bool:
     """Whether a document is for validation: by its text, so that all its copies are in the same split."""
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
@@ -111,23 +175,28 @@ def is_held_out(text: str, share: float) -> bool:
 
 
 class _Counter:
-    def __init__(self, stage: str, parts: Sequence[SourcePart], report: Callable[[Report], None], state: PrepareState):
-        self.stage, self.parts, self.report = stage, parts, report
-        before = [shard for split in SPLITS for shard in state.shards(split)]
+    """Shows the progress of a stage: documents and tokens since the start of the source, characters of this process."""
+
+    def __init__(self, stage: str, parts: Sequence[SourcePart], state: PrepareState, show: Show):
+        self.stage, self.parts, self.show = stage, parts, show
+        before = [*state.train, *state.validation]
         self.documents = sum(shard.documents for shard in before)
         self.tokens = sum(shard.tokens for shard in before)
-        self.characters = 0
-        self.show(state.place.part)
+        self.characters, self.began = 0, time.monotonic()
+        self.show_part(state.place.part)
 
     def add(self, batch: Sequence[Document], tokens: int) -> None:
         self.documents += len(batch)
         self.tokens += tokens
         self.characters += sum(len(document.text) for document in batch)
-        self.show(batch[-1].after.part)
+        self.show_part(batch[-1].after.part)
 
-    def show(self, part: int) -> None:
-        name, parts = self.parts[part].name, len(self.parts)
-        self.report(Report(self.stage, name, part, parts, self.documents, self.tokens, self.characters))
+    def show_part(self, part: int) -> None:
+        seconds = max(time.monotonic() - self.began, 1e-9)
+        self.show(
+            f"{self.stage}: {self.parts[part].name} ({part + 1}/{len(self.parts)})  {self.documents:,} documents  "
+            f"{short(self.tokens)} tokens  {short(self.characters / seconds)} characters/s  {duration(seconds)}"
+        )
 
 
 def _write_chunk(
@@ -165,23 +234,22 @@ def _documents(parts: Sequence[SourcePart], start: SourcePosition) -> Iterator[D
 def _encoded(
     documents: Iterator[Document], tokenizer: Tokenizer, counter: _Counter
 ) -> Iterator[tuple[Document, Tokens]]:
-    for batch, future in _submitted(documents, tokenizer):
+    """Each document with its tokens; the next batches are read and tokenized while one is written."""
+    waiting: deque[tuple[list[Document], Future[list[Tokens]]]] = deque()
+
+    def first() -> Iterator[tuple[Document, Tokens]]:
+        batch, future = waiting.popleft()
         tokens = future.result()
         yield from zip(batch, tokens, strict=True)
         counter.add(batch, sum(map(len, tokens)) + len(batch))
 
-
-def _submitted(
-    documents: Iterator[Document], tokenizer: Tokenizer
-) -> Iterator[tuple[list[Document], Future[list[Tokens]]]]:
-    """Reads and tokenizes the next batches while one is written."""
     with ThreadPoolExecutor(BATCHES_AHEAD) as pool:
-        waiting: deque[tuple[list[Document], Future[list[Tokens]]]] = deque()
         for batch in _batches(documents):
             waiting.append((batch, pool.submit(tokenizer.encode_batch, [document.text for document in batch])))
             if len(waiting) > BATCHES_AHEAD:
-                yield waiting.popleft()
-        yield from waiting
+                yield from first()
+        while waiting:
+            yield from first()
 
 
 def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
@@ -197,40 +265,8 @@ def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
         yield batch
 
 
-def _tokenizer(
-    settings: Settings,
-    parts: Sequence[SourcePart],
-    out: Path,
-    began_with: str | None,
-    report: Callable[[Report], None],
-) -> Tokenizer:
-    """The requested tokenizer, stored in `out`; refused if its shards were made with another, `began_with`."""
-    path, name = out / shards.TOKENIZER, settings.tokenizer
-    trained = name.startswith("bpe:")
-    if name == "bytes":
-        made = tokenizers.byte_tokenizer()
-    elif name == "tekken":
-        made = tokenizers.tekken()
-    elif trained and path.exists():
-        made = tokenizers.load(path)
-    elif trained:
-        if not name[4:].isdecimal():
-            raise DataError(f"--tokenizer {name}: use bpe:4096, with the vocabulary size after the colon")
-        made = tokenizers.train_bpe(_texts(parts, report), int(name[4:]))
-    elif Path(name).is_file():
-        made = tokenizers.load(Path(name), settings.end_of_text)
-    else:
-        raise DataError(f"--tokenizer {name}: use bytes, bpe:4096, tekken, or the path of a tokenizer.json")
-    if began_with not in (None, made.fingerprint):
-        raise DataError(
-            f"{path if trained else name} is not the tokenizer that {out} started with: restore it, or use a new folder"
-        )
-    made.save(path)
-    return made
-
-
-def _texts(parts: Sequence[SourcePart], report: Callable[[Report], None]) -> Iterator[str]:
-    counter = _Counter("training the tokenizer", parts, report, PrepareState({}))
+def _texts(parts: Sequence[SourcePart], show: Show) -> Iterator[str]:
+    counter = _Counter("training the tokenizer", parts, PrepareState({}), show)
     for batch in _batches(_documents(parts, SourcePosition())):
         yield from (document.text for document in batch)
         counter.add(batch, 0)

@@ -4,6 +4,7 @@ A text file is split at blank lines into documents of about 16,000 characters; J
 """
 
 import codecs
+import functools
 import gzip
 import io
 import json
@@ -64,16 +65,10 @@ def _format(path: Path) -> str:
 
 
 def _file(path: Path, name: str, field: str) -> SourcePart:
-    kind = _format(path)
-    readers: dict[str, Callable[[], Iterator[str]]] = {
-        ".txt": lambda: _text(path),
-        ".jsonl": lambda: _jsonl(path, field),
-        ".json": lambda: _jsonl(path, field),
-        ".parquet": lambda: _parquet(path, field),
-    }
-    if kind not in readers:
+    readers = {".txt": _text, ".jsonl": _jsonl, ".json": _jsonl, ".parquet": _parquet}
+    if _format(path) not in FORMATS:
         raise DataError(f"{path} has an unknown format: name it {', '.join(FORMATS)}, or these with .gz or .zst")
-    return SourcePart(name, path.stat().st_size, readers[kind])
+    return SourcePart(name, path.stat().st_size, functools.partial(readers[_format(path)], path, field))
 
 
 def lines(path: Path, longest: int = -1) -> Iterator[tuple[int, str]]:
@@ -111,7 +106,7 @@ def _opened(path: Path) -> io.BufferedIOBase:
     return path.open("rb")
 
 
-def _text(path: Path) -> Iterator[str]:
+def _text(path: Path, field: str) -> Iterator[str]:
     gathered: list[str] = []
     size = 0
     for _, line in lines(path, LONGEST):

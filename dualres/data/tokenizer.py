@@ -103,6 +103,23 @@ def load(path: Path, end_of_text: int | str | None = None) -> Tokenizer:
     return Tokenizer(backend, found[0])
 
 
+def choose(name: str, stored: Path, texts: Iterator[str], end_of_text: str | None) -> Tokenizer:
+    """The tokenizer that `--tokenizer` names. A BPE is trained on `texts`, unless it is already `stored`."""
+    if name == "bytes":
+        return byte_tokenizer()
+    if name == "tekken":
+        return tekken()
+    if name.startswith("bpe:"):
+        if stored.exists():
+            return load(stored)
+        if not name[4:].isdecimal():
+            raise DataError(f"--tokenizer {name}: use bpe:4096, with the vocabulary size after the colon")
+        return train_bpe(texts, int(name[4:]))
+    if Path(name).is_file():
+        return load(Path(name), end_of_text)
+    raise DataError(f"--tokenizer {name}: use bytes, bpe:4096, tekken, or the path of a tokenizer.json")
+
+
 def byte_tokenizer() -> Tokenizer:
     """256 bytes and end of text."""
     return Tokenizer(*_byte_backend())
@@ -118,7 +135,7 @@ def train_bpe(texts: Iterator[str], vocab_size: int) -> Tokenizer:
         vocab_size=vocab_size - 1, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
     backend.train_from_iterator(_first(texts, TRAINING_BYTES), trainer)
-    return Tokenizer(*_byte_level(backend, backend.pre_tokenizer))
+    return Tokenizer(*_byte_level(backend))
 
 
 def tekken() -> Tokenizer:
@@ -173,13 +190,11 @@ def merges_of(pieces: Sequence[bytes]) -> Iterator[tuple[bytes, bytes]]:
 def _byte_backend() -> tuple[tokenizers.Tokenizer, int]:
     vocab = {letter: byte for byte, letter in enumerate(_byte_letters())}
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    return _byte_level(backend, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return _byte_level(backend)
 
 
-def _byte_level(
-    backend: tokenizers.Tokenizer, pre_tokenizer: pre_tokenizers.PreTokenizer
-) -> tuple[tokenizers.Tokenizer, int]:
-    backend.pre_tokenizer = pre_tokenizer
+def _byte_level(backend: tokenizers.Tokenizer) -> tuple[tokenizers.Tokenizer, int]:
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(END_OF_TEXT, special=True, normalized=False)])
     return backend, backend.get_vocab(with_added_tokens=True)[END_OF_TEXT]

@@ -7,7 +7,6 @@ tied vocabulary is on the first and last stage of a pipeline: its gradients are 
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,25 +16,42 @@ from torch.distributed.tensor import DTensor
 from dualres.parallel.mesh import Groups
 
 
-class Roles(NamedTuple):
-    """A rank's parameters by what their gradients need."""
+class MeshGradients:
+    """The gradients of a rank, by the mesh dimensions that its parameters are sharded over."""
 
-    partial: list[nn.Parameter]  # summed over the tensor group
-    experts: list[nn.Parameter]  # divided by the expert ranks
-    tied: list[nn.Parameter]  # summed over the first and the last stage
-    copies: dict[nn.Parameter, int]  # ranks that hold the same shard
+    def __init__(self, parameters: Mapping[str, nn.Parameter], groups: Groups, tied: Sequence[str]):
+        cut = {name: dimensions(parameter) for name, parameter in parameters.items()}
+        partial = [p for name, p in parameters.items() if not {"tensor", "experts"} & cut[name]]
+        self.groups = groups
+        self.partial = partial if groups.sizes.tensor > 1 else []  # summed over the tensor group
+        self.experts = [p for name, p in parameters.items() if "experts" in cut[name]]  # divided by the expert ranks
+        self.tied = [parameters[name] for name in tied]  # summed over the first and the last stage
+        # How many ranks hold the same shard.
+        self.copies = {p: copies(p, groups) * (2 if name in tied else 1) for name, p in parameters.items()}
 
+    def finish(self) -> None:
+        """Call it after the last micro-batch of a step."""
+        if self.partial:
+            sum_together(gradients(self.partial), self.groups.tensor.get_group())
+        if self.groups.sizes.expert > 1:
+            for gradient in gradients(self.experts):
+                gradient.div_(self.groups.sizes.expert)
+        if self.tied and self.groups.ends is not None:
+            sum_together(gradients(self.tied), self.groups.ends)
 
-def roles(parameters: Mapping[str, nn.Parameter], groups: Groups, tied: Sequence[str]) -> Roles:
-    """By the dimensions that each parameter is sharded over; `tied` are names."""
-    cut = {name: dimensions(parameter) for name, parameter in parameters.items()}
-    partial = [p for name, p in parameters.items() if not {"tensor", "experts"} & cut[name]]
-    return Roles(
-        partial if groups.sizes.tensor > 1 else [],
-        [p for name, p in parameters.items() if "experts" in cut[name]],
-        [parameters[name] for name in tied],
-        {p: copies(p, groups) * (2 if name in tied else 1) for name, p in parameters.items()},
-    )
+    def squares(self) -> float:
+        """This rank's part of the gradient's sum of squares: a shard that several ranks hold counts once."""
+        held = [p for p in self.copies if p.grad is not None]
+        if not held:
+            return 0.0
+        norms = torch.stack(torch._foreach_norm(gradients(held))).double().cpu()
+        return (norms.square() / torch.tensor([self.copies[p] for p in held])).sum().item()
+
+    def clip(self, norm: float, limit: float) -> None:
+        """Scale the gradient down to `limit`, as `clip_grad_norm_` does."""
+        factor = limit / (norm + 1e-6)
+        if factor < 1:
+            torch._foreach_mul_(gradients(self.copies), factor)
 
 
 def copies(parameter: Tensor, groups: Groups) -> int:
@@ -50,33 +66,6 @@ def copies(parameter: Tensor, groups: Groups) -> int:
 def dimensions(parameter: Tensor) -> set[str]:
     """The mesh dimensions that a parameter is sharded over."""
     return set(parameter.device_mesh.mesh_dim_names or ()) if isinstance(parameter, DTensor) else set()
-
-
-def finish(found: Roles, groups: Groups) -> None:
-    """Call it after the last micro-batch of a step."""
-    if found.partial:
-        sum_together(gradients(found.partial), groups.tensor.get_group())
-    if groups.sizes.expert > 1:
-        for gradient in gradients(found.experts):
-            gradient.div_(groups.sizes.expert)
-    if found.tied and groups.ends is not None:
-        sum_together(gradients(found.tied), groups.ends)
-
-
-def squares(found: Roles) -> float:
-    """This rank's part of the gradient's sum of squares: a shard that several ranks hold counts once."""
-    held = [p for p in found.copies if p.grad is not None]
-    if not held:
-        return 0.0
-    norms = torch.stack(torch._foreach_norm(gradients(held))).double().cpu()
-    return (norms.square() / torch.tensor([found.copies[p] for p in held])).sum().item()
-
-
-def clip(found: Roles, norm: float, limit: float) -> None:
-    """Scale the gradient down to `limit`, as `clip_grad_norm_` does."""
-    factor = limit / (norm + 1e-6)
-    if factor < 1:
-        torch._foreach_mul_(gradients(found.copies), factor)
 
 
 def gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:

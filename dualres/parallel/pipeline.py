@@ -109,37 +109,23 @@ class PipelineChunk(nn.Module):
 
 
 def cached(state: Tensor, leaves: Leaves, number: int) -> Tensor:
-    """The state, of which a leaf is cached for later passes; its backward pass adds the leaf's gradient."""
+    """The state, of which a leaf is cached for later passes; its gradient also has the leaf's.
+
+    The backward passes of later passes come first, so the leaf's gradient is complete.
+    """
     leaf = state.detach().requires_grad_(state.requires_grad)
     leaves[number] = leaf
-    return CachedState.apply(state, [leaf])
-
-
-class CachedState(torch.autograd.Function):
-    """The identity, whose gradient also has the gradients from later passes of the rank."""
-
-    @staticmethod
-    def forward(ctx: Any, state: Tensor, leaf: list[Tensor]) -> Tensor:
-        """The leaf is in a list so that autograd does not see it."""
-        ctx.leaf = leaf
-        return state.view_as(state)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """The backward passes of later passes come first, so the leaf's gradient is complete."""
-        later = ctx.leaf[0].grad
-        return grad if later is None else grad + later, None
+    state = state.view_as(state)
+    if state.requires_grad:
+        state.register_hook(lambda grad: grad if leaf.grad is None else grad + leaf.grad)
+    return state
 
 
 class Stage(PipelineStage):
-    """PyTorch's stage, which counts what it sends and has receive buffers only for micro-batches in flight.
+    """PyTorch's stage, with receive buffers only for the micro-batches in flight.
 
     (PyTorch allocates them for all micro-batches of a step, each as large as a history.)
     """
-
-    def __init__(self, chunk: nn.Module, index: int, count: int, device: torch.device, **options: Any):
-        super().__init__(chunk, index, count, device, **options)
-        self.sent = {"states": 0, "gradients": 0}  # bytes
 
     def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
         super()._setup_forward_recv_info(num_microbatches, has_backward)
@@ -160,19 +146,12 @@ class Stage(PipelineStage):
             _allocate(self.grad_recv_info[bwd_chunk_id], self.device)
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
-    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._count("states", super().get_fwd_send_ops(fwd_chunk_id))
-
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """What was received for this micro-batch is no longer needed."""
-        ops = self._count("gradients", super().get_bwd_send_ops(bwd_chunk_id))
+        ops = super().get_bwd_send_ops(bwd_chunk_id)
         _release(self.args_recv_info[bwd_chunk_id])
         if not self.is_last:
             _release(self.grad_recv_info[bwd_chunk_id])
-        return ops
-
-    def _count(self, kind: str, ops: list[dist.P2POp]) -> list[dist.P2POp]:
-        self.sent[kind] += sum(op.tensor.nbytes for op in ops)
         return ops
 
 
@@ -197,32 +176,6 @@ def drop_unused(vocabulary: Vocabulary, chunk: PipelineChunk) -> None:
             part.to("meta")
 
 
-class ForwardPipeline:
-    """Runs a rank's chunks without a backward pass."""
-
-    def __init__(self, stages: Sequence[Stage], shapes: Mapping[int, list[Tensor]], group: dist.ProcessGroup):
-        self.stages, self.shapes, self.group = stages, shapes, group
-
-    @torch.no_grad()
-    def run(self, sequences: Tensor, device: torch.device) -> Tensor | None:
-        """The loss, on the rank with the last chunk; None on the others. (B,T+1) -> ()"""
-        loss, ranks, here = None, dist.get_world_size(self.group), dist.get_rank(self.group)
-        for stage in self.stages:
-            received = []
-            for meta in self.shapes[stage.stage_index]:
-                rows = len(sequences)  # fewer than in training in a last batch
-                buffer = torch.empty(*meta.shape[:-3], rows, *meta.shape[-2:], dtype=meta.dtype, device=device)
-                dist.recv(buffer, group=self.group, group_src=(here - 1) % ranks)
-                received.append(buffer)
-            out = stage.submod(*received, sequences=sequences, number=torch.tensor(-1), reports={})
-            if isinstance(out, Tensor):
-                loss = out
-                continue
-            for state in out:
-                dist.send(state.contiguous(), group=self.group, group_dst=(here + 1) % ranks)
-        return loss
-
-
 def micro_batches(global_batch: int, micro_batch: int, mesh: Mesh) -> int:
     """How many a data-parallel rank runs in a step, zero-weight padding included."""
     count = -(-global_batch // micro_batch // mesh.data)
@@ -243,12 +196,10 @@ def make_schedule(stages: Sequence[Stage], micro_batches: int, loss: Callable[[T
     return ScheduleInterleaved1F1B(list(stages), micro_batches, loss, scale_grads=False)
 
 
-def make_chunks(
-    objective: Objective, sizes: Sequence[int], ranks: int, rank: int, *, resend: bool = False
-) -> dict[int, PipelineChunk]:
-    """The chunks of one rank by number, of `sizes` blocks each. `resend` disables the cache, for comparison."""
+def make_chunks(objective: Objective, sizes: Sequence[int], ranks: int, rank: int) -> dict[int, PipelineChunk]:
+    """The chunks of one rank by number, of `sizes` blocks each."""
     keeps_history = next(iter(objective.decoder.stack)).pathway.keeps_history
-    between = boundaries(sizes, ranks, keeps_history=keeps_history, resend=resend)
+    between = boundaries(sizes, ranks, keeps_history=keeps_history)
     starts = [sum(sizes[:c]) for c in range(len(sizes))]
     cache: dict[int, Leaves] = {}
     chunks = {}

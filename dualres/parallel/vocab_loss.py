@@ -18,17 +18,14 @@ from torch.distributed.tensor import DTensor
 from dualres.model.loss import ChunkedCrossEntropy, loss_and_gradients
 
 
-class VocabularyLoss:
-    """The mean cross-entropy of hidden states sharded along the sequence and weights along the vocabulary."""
+def vocabulary_loss(mesh: DeviceMesh, hidden: Tensor, weight: Tensor, targets: Tensor, rows: int) -> Tensor:
+    """The mean cross-entropy of hidden states sharded along the sequence and weights along the vocabulary.
 
-    def __init__(self, mesh: DeviceMesh):
-        self.mesh = mesh
-
-    def __call__(self, hidden: Tensor, weight: Tensor, targets: Tensor, rows: int) -> Tensor:
-        """hidden (B,T/n,E), weight a DTensor (vocabulary,E), targets (B,T) -> (), the same on all ranks"""
-        assert isinstance(weight, DTensor)
-        first = self.mesh.get_local_rank() * -(-weight.shape[0] // self.mesh.size())
-        return RangeCrossEntropy.apply(hidden, weight.to_local(), targets - first, rows, self.mesh.get_group())
+    hidden (B,T/n,E), weight a DTensor (vocabulary,E), targets (B,T) -> (), the same on all ranks
+    """
+    assert isinstance(weight, DTensor)
+    first = mesh.get_local_rank() * -(-weight.shape[0] // mesh.size())
+    return RangeCrossEntropy.apply(hidden, weight.to_local(), targets - first, rows, mesh.get_group())
 
 
 class RangeCrossEntropy(ChunkedCrossEntropy):

@@ -7,12 +7,13 @@ checkpoints/step-000000100/
   manifest.json   size and checksum of every other file; written last, before the folder is renamed into place
 """
 
+import functools
 import hashlib
 import json
 import shutil
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from dualres.train.process_group import World, gather_or_raise
+from dualres.train.process_group import World
 from dualres.util.atomic_files import PARTIAL, flush, flush_folder, partial_of, write_json
 from dualres.util.errors import TrainError
 
 MANIFEST, STATE, DAMAGED = "manifest.json", "state.json", ".damaged"
 PARTS = {"weights": "model.", "optimizer": "optimizer."}  # folder: prefix of the names in it
-READ = 2**24  # bytes at a time
 # A single process has no process group and needs none.
 warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
 
@@ -63,15 +63,17 @@ class Checkpoints:
 
         A checkpoint that fails its checksums is renamed, and the previous one is used.
         """
-        if self.world.is_main:
+        world = self.world
+        if world.is_main:
             for leftover in self.folder.glob(f"*{PARTIAL}"):
                 shutil.rmtree(leftover, ignore_errors=True)
-        while (newest := self.world.broadcast(self.last())) is not None:
-            wrong = self._check(newest)
+        while (newest := world.broadcast(self.last())) is not None:
+            shares = world.gather_or_raise(functools.partial(damage, newest, world.rank, world.size))
+            wrong = [fault for share in shares for fault in share]
             if not wrong:
-                load(newest, tensors, distributed=self.world.size > 1)
+                load(newest, tensors, distributed=world.size > 1)
                 return json.loads((newest / STATE).read_text(encoding="utf-8"))
-            if self.world.is_main:
+            if world.is_main:
                 aside = newest.with_name(newest.name + DAMAGED)
                 shutil.rmtree(aside, ignore_errors=True)
                 newest.rename(aside)
@@ -81,39 +83,32 @@ class Checkpoints:
     def last(self) -> Path | None:
         return next(reversed(found(self.folder)), None)
 
-    def _check(self, checkpoint: Path) -> list[str]:
-        """What is wrong with it; each rank checks some of its files."""
-        shares = self.world.gather_or_raise(lambda: damage(checkpoint, self.world))
-        return [fault for share in shares for fault in share]
-
     def _write(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
         target = self.folder / step_name(step)
         partial = partial_of(target)
-        group, leads = self.world.saving, self.world.is_main
+        group = self.world.saving
+        world = self.world._replace(control=group)  # the main thread uses the other group
         self.failure = None
         try:
-            gather_or_raise(lambda: self._begin(partial) if leads else None, group)
-            for part, begin in PARTS.items():
-                chosen = {name: tensor for name, tensor in tensors.items() if name.startswith(begin)}
-                if not chosen:  # no optimizer
-                    continue
+            world.on_main(lambda: self._begin(partial))
+            for part, chosen in _parts(tensors):
                 writer = HuggingFaceStorageWriter(str(partial / part), save_distributed=True)
                 state_dict_saver.save(chosen, storage_writer=writer, process_group=group, no_dist=group is None)
-            gather_or_raise(lambda: write_json(partial / STATE, state) if leads else None, group)
-            sums = gather_or_raise(lambda: _sums(partial, self.world), group)
-            gather_or_raise(lambda: self._finish(partial, target, sums) if leads else None, group)
+            world.on_main(lambda: write_json(partial / STATE, state))
+            sums = world.gather_or_raise(lambda: _sums(partial, world))
+            world.on_main(lambda: self._finish(partial, target, sums))
         except (Exception, CheckpointException) as error:  # PyTorch's is not an Exception
             self.failure = f"checkpoint {target} was not saved: {_reason(error)}"
             self.desynchronized = group is not None and isinstance(_root_cause(error), RuntimeError)
-            if leads:
+            if world.is_main:
                 shutil.rmtree(partial, ignore_errors=True)
                 disk = "; is the disk full?" if isinstance(_root_cause(error), OSError) else ""
                 self.say(f"{self.failure}. Earlier checkpoints are unchanged{disk}")
         else:
-            if leads:
+            if world.is_main:
                 self._remove_old(state)
         finally:
-            self.world.busy.clear()
+            world.busy.clear()
 
     def _begin(self, partial: Path) -> None:
         shutil.rmtree(partial, ignore_errors=True)
@@ -149,12 +144,17 @@ def found(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("step-*") if path.suffix == "" and path.is_dir())
 
 
-def load(checkpoint: Path, tensors: dict[str, Tensor], distributed: bool = False) -> None:
-    """Fill `tensors` from those parts of a checkpoint that have them, whatever number of ranks wrote it."""
+def _parts(tensors: dict[str, Tensor]) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """The tensors of each folder of a checkpoint."""
     for part, begin in PARTS.items():
         chosen = {name: tensor for name, tensor in tensors.items() if name.startswith(begin)}
-        if not chosen:
-            continue
+        if chosen:  # there may be no optimizer
+            yield part, chosen
+
+
+def load(checkpoint: Path, tensors: dict[str, Tensor], distributed: bool = False) -> None:
+    """Fill `tensors` from those parts of a checkpoint that have them, whatever number of ranks wrote it."""
+    for part, chosen in _parts(tensors):
         if not (checkpoint / part).is_dir():
             raise TrainError(
                 f"checkpoint {checkpoint} has no {part}, since it was imported: export it, and start a new run from "
@@ -181,10 +181,10 @@ def _load(folder: Path, tensors: dict[str, Tensor], distributed: bool, failure: 
         raise TrainError(f"{failure}: {_reason(error)}. {remedy}") from None
 
 
-def damage(checkpoint: Path, world: World | None = None) -> list[str]:
+def damage(checkpoint: Path, rank: int = 0, ranks: int = 1) -> list[str]:
     """What is wrong with a checkpoint: files that are missing, differ in size or content, or are not in the manifest.
 
-    With several ranks, each reads some of the files.
+    Each of several ranks reads some of the files.
     """
     try:
         manifest = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))["files"]
@@ -196,7 +196,7 @@ def damage(checkpoint: Path, world: World | None = None) -> list[str]:
     wrong = [f"{checkpoint / name} is not in the manifest" for name in sorted(there - manifest.keys())]
     if STATE not in manifest:
         wrong.append(f"{checkpoint / MANIFEST} does not list {STATE}")
-    for name, size, checksum in _share(listed, world):
+    for name, size, checksum in listed[rank::ranks]:
         path = checkpoint / name
         if not path.is_file():
             wrong.append(f"{path} is missing")
@@ -210,7 +210,7 @@ def damage(checkpoint: Path, world: World | None = None) -> list[str]:
 def _sums(folder: Path, world: World) -> dict[str, list[Any]]:
     """Size and checksum of this rank's share of the files, flushed to disk."""
     sums = {}
-    for path in _share(sorted(p for p in folder.rglob("*") if p.is_file()), world):
+    for path in sorted(p for p in folder.rglob("*") if p.is_file())[world.rank :: world.size]:
         with path.open("rb+") as file:
             flush(file)
         sums[path.relative_to(folder).as_posix()] = [path.stat().st_size, _sum(path)]
@@ -218,15 +218,8 @@ def _sums(folder: Path, world: World) -> dict[str, list[Any]]:
 
 
 def _sum(path: Path) -> str:
-    checksum = hashlib.blake2b(digest_size=16)
     with path.open("rb") as file:
-        while piece := file.read(READ):
-            checksum.update(piece)
-    return checksum.hexdigest()
-
-
-def _share(items: list[Any], world: World | None) -> list[Any]:
-    return items if world is None else items[world.rank :: world.size]
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
 def _root_cause(error: BaseException) -> BaseException:

@@ -18,7 +18,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
@@ -26,10 +26,13 @@ from torch.distributed.distributed_c10d import PrefixStore
 from dualres.util.errors import TrainError
 from dualres.util.progress import say_as
 
+if TYPE_CHECKING:
+    from dualres.train.process_group import World
+
 # Keys in the store. With thousands of ranks, each polls counters and only one looks up individual ranks.
 FAILED, UNRESPONSIVE = "the first rank that failed, and why", "the ranks that did not respond"
 CALLED, RESPONSES, DECIDING = "a rank was terminated", "number of responses", "number of ranks that decide"
-LEFT, LEAVING, ALL_LEAVE = "a rank has exited after a failure", "number of exiting ranks", "all survivors exit"
+LEAVING = "number of ranks that exit after a failure"
 # Seconds between polls; for all to respond after a failure; to exit once the unresponsive ranks are known; and for
 # exiting ranks to wait for each other.
 # In total less than the 30 seconds that torchrun gives the others after the first process has exited.
@@ -38,60 +41,49 @@ TRIES = 5  # with a store that does not reply
 NEVER = threading.Event()
 
 
-class Rank(Protocol):
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def size(self) -> int: ...
-
-
 @contextlib.contextmanager
-def report_failed_ranks(member: Rank) -> Iterator[None]:
+def report_failed_ranks(world: "World") -> Iterator[None]:
     """Turn a failed collective into an error that names the unresponsive ranks; if all respond, it is reraised."""
-    if member.size == 1:
+    if world.size == 1:
         yield
         return
     store: Any = dist.distributed_c10d._get_default_store()
     try:
         yield
     except Exception as error:
-        first = record_failure(store, member, error)
+        first = record_failure(store, world, error)
         if isinstance(error, TrainError) or not isinstance(error, RuntimeError):
             raise  # no failed collective: all ranks raise it, or the others read `first`
         _ignore_sigterm()
-        silent = unresponsive_ranks(store, member)
-        if not silent and first.startswith(f"rank {member.rank} "):
+        silent = unresponsive_ranks(store, world)
+        if not silent and first.startswith(f"rank {world.rank} "):
             raise
-        raise TrainError(_stops(member, first, silent, _reason(error))) from error
+        raise TrainError(_stops(world, first, silent, _reason(error))) from error
 
 
-def record_failure(store: Any, member: Rank, error: Exception) -> str:
+def record_failure(store: Any, world: "World", error: Exception) -> str:
     """Record why this rank fails, unless another was first. -> the first that failed, and why"""
-    own = f"rank {member.rank} of {member.size} has failed ({_reason(error)})"
+    own = f"rank {world.rank} of {world.size} has failed ({_reason(error)})"
     with contextlib.suppress(RuntimeError):  # the store may be gone
-        _respond(store, member)
+        _respond(store, world)
         return store.compare_set(FAILED, "", own).decode()
     return own
 
 
-def unresponsive_ranks(store: Any, member: Rank, ended: threading.Event = NEVER) -> list[int]:
+def unresponsive_ranks(store: Any, world: "World", ended: threading.Event = NEVER) -> list[int]:
     """The ranks that did not respond in time after the first failure; [] if this rank has `ended` before."""
-    end = time.monotonic() + ANSWER
     with contextlib.suppress(RuntimeError):  # without a store nobody can be asked
-        while time.monotonic() < end and not store.check([UNRESPONSIVE]) and not _all_responded(store, member):
-            if ended.wait(_pause(member)):
-                return []
-        return _decide(store, store, member)
+        _wait(lambda: store.check([UNRESPONSIVE]) or _all_responded(store, world), ANSWER, world, ended)
+        return [] if ended.is_set() else _decide(store, store, world)
     return []
 
 
-def _decide(store: Any, responses: Any, member: Rank) -> list[int]:
+def _decide(store: Any, responses: Any, world: "World") -> list[int]:
     """The ranks without a response: the first rank to decide does so for all."""
     if store.add(DECIDING, 1) > 1:
-        _wait(store, member, UNRESPONSIVE, STOP)  # the first to decide may itself be dead
+        _wait(lambda: store.check([UNRESPONSIVE]), STOP, world)  # the first to decide may itself be dead
     if not store.check([UNRESPONSIVE]):
-        silent = [] if _all_responded(responses, member) else _silent(responses, range(member.size))
+        silent = [] if _all_responded(responses, world) else _silent(responses, range(world.size))
         store.compare_set(UNRESPONSIVE, "", json.dumps(silent))
     return json.loads(store.get(UNRESPONSIVE))
 
@@ -132,14 +124,11 @@ def catch_sigterm() -> Iterator[Callable[[], bool]]:
 
 
 @contextlib.contextmanager
-def failure_responder(member: Rank, terminated: Callable[[], bool], busy: threading.Event) -> Iterator[None]:
-    """A thread that responds for this rank when another fails, even while the main thread waits for that rank.
-
-    `terminated`: whether SIGTERM has arrived. `busy`: set while ranks save, when they may respond late.
-    """
+def failure_responder(world: "World") -> Iterator[None]:
+    """A thread that responds for this rank when another fails, even while the main thread waits for that rank."""
     store: Any = dist.distributed_c10d._get_default_store()
     ended = threading.Event()
-    given = store.clone(), member, ended, terminated, busy
+    given = store.clone(), world, ended
     thread = threading.Thread(target=respond_to_failures, args=given, name="failure responder", daemon=True)
     thread.start()
     try:
@@ -149,56 +138,54 @@ def failure_responder(member: Rank, terminated: Callable[[], bool], busy: thread
         thread.join(2 * LOOK)  # a dead store may hold it longer; as a daemon it does not hold the process
         with contextlib.suppress(RuntimeError):
             if store.check([FAILED]):
-                store.set(LEFT, "yes")
-                exit_together(store, member)
+                exit_together(store, world)
 
 
-def exit_together(store: Any, member: Rank) -> None:
+def exit_together(store: Any, world: "World") -> None:
     """Ignore SIGTERM and wait until all others do: when the first process exits, torchrun terminates the survivors,
     and each must print its reason first. Dead ranks, and ranks that are stuck, are not waited for long.
     """
+
+    def all_leave() -> bool:
+        silent = json.loads(store.get(UNRESPONSIVE)) if store.check([UNRESPONSIVE]) else []
+        return store.add(LEAVING, 0) + len(silent) >= world.size
+
     _ignore_sigterm()
-    silent = json.loads(store.get(UNRESPONSIVE)) if store.check([UNRESPONSIVE]) else []
-    if store.add(LEAVING, 1) + len(silent) >= member.size:
-        store.set(ALL_LEAVE, "yes")
-    _wait(store, member, ALL_LEAVE, LEAVE)
+    store.add(LEAVING, 1)
+    _wait(all_leave, LEAVE, world)
 
 
-def respond_to_failures(
-    store: Any, member: Rank, ended: threading.Event, terminated: Callable[[], bool], busy: threading.Event
-) -> None:
+def respond_to_failures(store: Any, world: "World", ended: threading.Event) -> None:
     for _ in range(TRIES):
         with contextlib.suppress(RuntimeError):
-            return _watch(store, member, ended, terminated, busy)
+            return _watch(store, world, ended)
         if ended.wait(LOOK):
             return
 
 
-def _watch(
-    store: Any, member: Rank, ended: threading.Event, terminated: Callable[[], bool], busy: threading.Event
-) -> None:
+def _watch(store: Any, world: "World", ended: threading.Event) -> None:
     """Respond to failures. Ranks may wait for each other forever, one of them in its saving thread: then this exits."""
     roll, called = PrefixStore("roll", store), math.inf  # responses to a roll call, and when it was seen
     while not store.check([FAILED]):
-        if terminated():
+        if world.terminated():
             store.set(CALLED, "yes")
         if math.isinf(called) and store.check([CALLED]):
-            _respond(roll, member)
+            _respond(roll, world)
             called = time.monotonic()
         # All ranks save together, and one that writes a large file may respond only afterwards.
-        late = time.monotonic() - called > ANSWER and not busy.is_set()
-        if late and not _all_responded(roll, member) and _decide(store, roll, member):
-            record_failure(store, member, RuntimeError("it was terminated, and not all ranks responded"))
+        late = time.monotonic() - called > ANSWER and not world.busy.is_set()
+        if late and not _all_responded(roll, world) and _decide(store, roll, world):
+            record_failure(store, world, RuntimeError("it was terminated, and not all ranks responded"))
         elif ended.wait(LOOK):
             return
-    _respond(store, member)
-    silent = unresponsive_ranks(store, member, ended)
-    while not silent and not store.check([LEFT]):
+    _respond(store, world)
+    silent = unresponsive_ranks(store, world, ended)
+    while not silent and store.add(LEAVING, 0) == 0:
         if ended.wait(LOOK):
             return
     if not ended.wait(STOP if silent else ANSWER):
         first = store.get(FAILED).decode()
-        say_as(member.rank, _stops(member, first, silent, "it still waits"))
+        say_as(world.rank, _stops(world, first, silent, "it still waits"))
         if not silent:  # this may be the rank that the others have waited for: show where it hangs
             faulthandler.dump_traceback(file=2)
         os._exit(1)
@@ -210,8 +197,8 @@ def _ignore_sigterm() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
-def _respond(store: Any, member: Rank) -> None:
-    if store.add(_response_key(member.rank), 1) == 1:  # once, by whichever of its threads is first
+def _respond(store: Any, world: "World") -> None:
+    if store.add(_response_key(world.rank), 1) == 1:  # once, by whichever of its threads is first
         store.add(RESPONSES, 1)
 
 
@@ -219,29 +206,22 @@ def _response_key(rank: int) -> str:
     return f"rank {rank} is here"
 
 
-def _all_responded(store: Any, member: Rank) -> bool:
-    return store.add(RESPONSES, 0) >= member.size
+def _all_responded(store: Any, world: "World") -> bool:
+    return store.add(RESPONSES, 0) >= world.size
 
 
-def _wait(store: Any, member: Rank, key: str, seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end and not store.check([key]):
-        time.sleep(_pause(member))
+def _wait(happened: Callable[[], bool], seconds: float, world: "World", ended: threading.Event = NEVER) -> None:
+    """Poll, at most so long or until `ended`; all ranks together send one store at most 10,000 requests a second."""
+    end, pause = time.monotonic() + seconds, max(0.05, 4 * world.size / 10_000)  # two requests each, from two threads
+    while time.monotonic() < end and not happened() and not ended.wait(pause):
+        pass
 
 
-def _pause(member: Rank) -> float:
-    """Seconds between polls, so that all ranks together send one store at most 10,000 requests a second.
-
-    (Two requests each, from two threads.)
-    """
-    return max(0.05, 4 * member.size / 10_000)
-
-
-def _stops(member: Rank, first: str, silent: Collection[int], reason: str) -> str:
+def _stops(world: "World", first: str, silent: Collection[int], reason: str) -> str:
     respond = "responds" if len(silent) == 1 else "respond"
-    cause = f"{named_ranks(silent)} of {member.size} no longer {respond}" if silent else first
+    cause = f"{named_ranks(silent)} of {world.size} no longer {respond}" if silent else first
     return (
-        f"{cause}: rank {member.rank} stops too ({reason}). Run the same command to resume from the last checkpoint; "
+        f"{cause}: rank {world.rank} stops too ({reason}). Run the same command to resume from the last checkpoint; "
         "torchrun --max-restarts N does so automatically"
     )
 

@@ -10,19 +10,21 @@ import signal
 import types
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from dualres.analyze.health import health
-from dualres.config.schema import Config, TrainConfig
+from dualres.config.schema import Config
 from dualres.data import shards
 from dualres.data.loader import Loader, sum_over_windows
 from dualres.data.shards import Index
 from dualres.train import run_folder
 from dualres.train.checkpoint import Checkpoints, load_initial_weights
-from dualres.train.engines.base import Engine, MicroBatch
+from dualres.train.engines.base import Engine, Losses, MicroBatch
 from dualres.train.engines.build import build_engine, engine_mesh, engine_name
 from dualres.train.failure_detection import report_failed_ranks
 from dualres.train.metrics import Log, Throughput, peak_memory
@@ -30,7 +32,7 @@ from dualres.train.process_group import World, set_timeout
 from dualres.train.recipe import learning_rate, steps_of
 from dualres.util.atomic_files import write_json
 from dualres.util.errors import TrainError
-from dualres.util.progress import Progress, duration, short
+from dualres.util.progress import Progress
 
 VERIFIED = "verified.json"  # the data files whose checksums were compared, so that a resumed run can skip them
 
@@ -39,14 +41,6 @@ class TrainResult(NamedTuple):
     step: int
     finished: bool
     validation_loss: float | None
-
-
-class StepLosses(NamedTuple):
-    """One step, over all ranks."""
-
-    loss: float  # language model, mean over tokens
-    router: float  # mean over micro-batches and layers
-    stop: bool  # whether any rank was asked to stop
 
 
 def train(
@@ -69,26 +63,13 @@ def train(
         check_vocabulary(config, data, index)
         world.on_main(lambda: run_folder.open_run(folder, config, data, index, start))
         _verify(config, data, folder, index, world, progress)
-        training = Training(config, data, folder, index, world, progress, wandb, start)
-        if world.sum([float(world.terminated())])[0] > 0:
-            raise TrainError("terminated before the first step: run the same command to start again")
-        return training.run()
+        return Training(config, data, folder, index, world, progress).run(wandb, start)
 
 
 class Training:
     """The run as one of its processes sees it."""
 
-    def __init__(
-        self,
-        config: Config,
-        data: Path,
-        folder: Path,
-        index: Index,
-        world: World,
-        progress: Progress,
-        wandb: str | None,
-        start: Path | None,
-    ):
+    def __init__(self, config: Config, data: Path, folder: Path, index: Index, world: World, progress: Progress):
         self.config, self.folder, self.world, self.progress = config, folder, world, progress
         train, context = config.train, config.model.context
         self.steps = steps_of(train, context)
@@ -96,18 +77,18 @@ class Training:
         self.validation_loader = Loader(data, index, "validation", context, None)
         self.engine: Engine = build_engine(config, world, index.end_of_text)
         self.checkpoints = Checkpoints(folder / run_folder.CHECKPOINTS, world, train.keep_checkpoints, progress.say)
-        self.step, self.best_step, self.best_loss = 0, 0, math.inf
-        self.validation_loss: float | None = None
-        self._restore(start)
-        set_timeout(world, train.timeout)
-        self.log: Log | None = None
-        world.on_main(lambda: self._open_log(wandb))
         self.throughput = Throughput(config, world.device, world.size)
+        self.log: Log | None = None  # of the main rank
+        self.step = self.best_step = 0
+        self.best_loss: float | None = None
+        self.validation_loss: float | None = None
 
-    def _open_log(self, wandb: str | None) -> None:
-        self.log = Log(self.folder, self.step, self.progress.say, wandb)
-
-    def run(self) -> TrainResult:
+    def run(self, wandb: str | None, start: Path | None) -> TrainResult:
+        self._restore(start)
+        set_timeout(self.world, self.config.train.timeout)
+        self.world.on_main(lambda: self._open_log(wandb))
+        if any(self.world.gather_or_raise(self.world.terminated)):
+            raise TrainError("terminated before the first step: run the same command to start again")
         with stop_signals(self.world) as asked:
             try:
                 with report_failed_ranks(self.world):  # before waiting for a save that may wait for a dead rank
@@ -121,34 +102,32 @@ class Training:
                     self.log.close()
                 self.progress.end()
 
+    def _open_log(self, wandb: str | None) -> None:
+        self.log = Log(self.folder, self.step, self.progress.say, wandb)
+
     def _one_step(self, asked: Callable[[], bool]) -> bool:
         """-> whether to stop"""
         train, step = self.config.train, self.step + 1
         rate = learning_rate(self.step, self.steps, train)
         self.throughput.start()
-        totals = self._accumulate(asked)
-        if not math.isfinite(totals.loss):
-            raise TrainError(self._not_finite("loss", totals.loss, step))
+        own = self.engine.accumulate(self._micro_batches())
+        # One all-reduce for the losses and for requests to stop, which may have reached only some ranks.
+        language, router, stop = self.engine.sum_over_ranks([own.language, own.router, float(asked())])
+        losses = Losses(language / self.world.size, router / self.world.size)
+        self._check_finite("loss", losses.language, step)
         norm = self.engine.update(rate, train.clip)
-        if not math.isfinite(norm):
-            raise TrainError(self._not_finite("gradient norm", norm, step))
+        self._check_finite("gradient norm", norm, step)
         self.throughput.stop()
         self.step = step
-        self._record(totals, norm, rate)
+        self._record(losses, norm, rate)
         if self.config.analyze.every is not None and step % self.config.analyze.every == 0:
             self._log_health()
         improved = False
         if step % train.validate_every == 0 or step == self.steps:
             improved = self._validate()
-        if step % train.checkpoint_every == 0 or step == self.steps or improved or totals.stop:
+        if step % train.checkpoint_every == 0 or step == self.steps or improved or stop > 0:
             self._save()
-        return totals.stop
-
-    def _accumulate(self, asked: Callable[[], bool]) -> StepLosses:
-        """Forward and backward of this rank's micro-batches; one all-reduce sums losses and requests to stop."""
-        losses = self.engine.accumulate(self._micro_batches())
-        language, router, stop = self.world.sum([losses.language, losses.router, float(asked())])
-        return StepLosses(language / self.world.size, router / self.world.size, stop > 0)
+        return stop > 0
 
     def _micro_batches(self) -> list[MicroBatch]:
         """This rank's share of the next step."""
@@ -162,20 +141,20 @@ class Training:
             for number in numbers
         ]
 
-    def _record(self, totals: StepLosses, norm: float, rate: float) -> None:
+    def _record(self, losses: Losses, norm: float, rate: float) -> None:
         if self.log is None:
             return
         step, throughput, sparse = self.step, self.throughput, self.config.model.moe is not None
-        values: dict[str, Any] = {"tokens": step * throughput.tokens, "loss": totals.loss}
+        values: dict[str, Any] = {"tokens": step * throughput.tokens, "loss": losses.language}
         if sparse:
-            values["router_loss"] = totals.router
+            values["router_loss"] = losses.router
         self.log.metric(step, **values, grad_norm=norm, learning_rate=rate)
         rate_now, mfu = throughput.tokens_per_second, throughput.utilization
         self.log.clock(step, seconds=throughput.seconds[-1], tokens_per_second=rate_now, mfu=mfu)
-        router = f"  router {totals.router:.3f}" if sparse else ""
-        left = duration((self.steps - step) * throughput.step_seconds)
+        router = f"  router {losses.router:.3f}" if sparse else ""
+        left = timedelta(seconds=round((self.steps - step) * throughput.step_seconds))
         self.progress.show(
-            f"step {step}/{self.steps}  loss {totals.loss:.4f}{router}  {short(rate_now)} tokens/s  "
+            f"step {step}/{self.steps}  loss {losses.language:.4f}{router}  {rate_now:,.0f} tokens/s  "
             f"MFU {mfu:.1%}  left {left}"
         )
 
@@ -184,18 +163,15 @@ class Training:
         sequences = self.validation_loader.batch(0, self.config.train.micro_batch)
         losses: list[float] = []
         found = health(self.engine.decoder.stack, lambda: losses.append(self.engine.evaluate(sequences)))
-        if not math.isfinite(losses[0]):
-            raise TrainError(self._not_finite("loss on validation sequences", losses[0], self.step))
+        self._check_finite("loss on validation sequences", losses[0], self.step)
         if self.log is not None:
             self.log.metric(self.step, **found)
 
     def _validate(self) -> bool:
         """-> whether the validation loss is the best so far"""
-        loss = validate(self.engine, self.validation_loader, self.config.train, self.world)
-        if not math.isfinite(loss):
-            raise TrainError(self._not_finite("validation loss", loss, self.step))
-        self.validation_loss = loss
-        improved = loss < self.best_loss
+        self.validation_loss = loss = self._mean_validation_loss()
+        self._check_finite("validation loss", loss, self.step)
+        improved = self.best_loss is None or loss < self.best_loss
         if improved:
             self.best_loss, self.best_step = loss, self.step
         if self.log is not None:
@@ -203,11 +179,22 @@ class Training:
             self.progress.say(f"step {self.step}/{self.steps}  validation loss {loss:.4f}")
         return improved
 
+    def _mean_validation_loss(self) -> float:
+        """Over at most `validation_tokens` validation tokens, in whole windows."""
+        loader, engine, train = self.validation_loader, self.engine, self.config.train
+        count = loader.windows_within(train.validation_tokens)
+
+        def batch_loss(sequences: Tensor) -> float:
+            return engine.evaluate(sequences) * len(sequences)
+
+        total = sum_over_windows(loader, count, train.micro_batch, batch_loss, engine.data_rank, engine.data_size)
+        return engine.sum_over_ranks([total])[0] * engine.data_size / (self.world.size * count)
+
     def _save(self) -> None:
         state = {
             "step": self.step,
             "sequences": self.step * self.config.train.global_batch,
-            "best_loss": None if math.isinf(self.best_loss) else self.best_loss,
+            "best_loss": self.best_loss,
             "best_step": self.best_step,
             "validation_loss": self.validation_loss,
             "random": torch.get_rng_state().numpy().tobytes().hex(),
@@ -219,37 +206,32 @@ class Training:
     def _restore(self, start: Path | None) -> None:
         tensors = self.engine.tensors()
         state = self.checkpoints.restore(tensors)
-        if state is None and start is not None:
+        if state is not None:
+            self.step, self.validation_loss = state["step"], state["validation_loss"]
+            self.best_step, self.best_loss = state["best_step"], state["best_loss"]
+            torch.set_rng_state(torch.frombuffer(bytearray.fromhex(state["random"]), dtype=torch.uint8))
+            self.progress.say(f"resumed from {self.checkpoints.last()}")
+        elif start is not None:
             load_initial_weights(start, tensors, distributed=self.world.size > 1)
-            self.engine.load_tensors(tensors)
-            if self.world.is_main:
-                self.progress.say(f"starting from the weights of {start}")
-        if state is None:
+            self.progress.say(f"starting from the weights of {start}")
+        else:
             return
         self.engine.load_tensors(tensors)
-        self.step, self.validation_loss = state["step"], state["validation_loss"]
-        self.best_step = state["best_step"]
-        self.best_loss = math.inf if state["best_loss"] is None else state["best_loss"]
-        torch.set_rng_state(torch.frombuffer(bytearray.fromhex(state["random"]), dtype=torch.uint8))
-        if self.world.is_main:
-            self.progress.say(f"resumed from {self.checkpoints.last()}")
 
     def _end(self) -> TrainResult:
         self.checkpoints.wait()
-        self.world.gather_or_raise(self._check_saved)  # detects a rank that died while saving
+        failures = self.world.gather_or_raise(lambda: self.checkpoints.failure)  # detects a rank that died while saving
+        if any(failures):
+            raise TrainError(next(filter(None, failures)))
         finished = self.step >= self.steps
         if finished and self.world.is_main:
             self._write_summary()
-        elif self.world.is_main:
+        elif not finished:
             self.progress.say(
                 f"stopped at step {self.step} of {self.steps}; saved as {self.checkpoints.last()}. "
                 "Run the same command to resume"
             )
         return TrainResult(self.step, finished, self.validation_loss)
-
-    def _check_saved(self) -> None:
-        if self.checkpoints.failure is not None:
-            raise TrainError(self.checkpoints.failure)
 
     def _write_summary(self) -> None:
         path = self.folder / run_folder.SUMMARY
@@ -270,29 +252,17 @@ class Training:
         }
         write_json(path, summary)
 
-    def _not_finite(self, what: str, value: float, step: int) -> str:
+    def _check_finite(self, what: str, value: float, step: int) -> None:
+        if math.isfinite(value):
+            return
         batch, seed = self.config.train.global_batch, self.config.train.seed
         self.checkpoints.wait()  # the previous step may still be being written
         last = self.checkpoints.last()
         saved = f"the last good checkpoint is {last}" if last else "there is no checkpoint yet"
-        return (
+        raise TrainError(
             f"the {what} is {value} at step {step} (sequences {(step - 1) * batch} to {step * batch - 1} with seed "
             f"{seed}); this step was not saved, {saved}. Lower train.learning_rate, or inspect these sequences"
         )
-
-
-def validate(engine: Engine, loader: Loader, train: TrainConfig, world: World) -> float:
-    """The mean loss over at most `validation_tokens` validation tokens, in whole windows."""
-    count = loader.windows_within(train.validation_tokens)
-    total = sum_over_windows(
-        loader,
-        count,
-        train.micro_batch,
-        lambda sequences: engine.evaluate(sequences) * len(sequences),
-        engine.data_rank,
-        engine.data_size,
-    )
-    return world.sum([total])[0] * engine.data_size / (world.size * count)
 
 
 @contextmanager

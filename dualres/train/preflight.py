@@ -40,16 +40,13 @@ class Check(NamedTuple):
     says: str
 
 
-class Places(NamedTuple):
-    """Where a run reads and writes."""
+def check_start(
+    config: Config, ranks: int, data: Path, out: Path, *, prepares_data: bool = False, wandb: bool = False
+) -> list[Check]:
+    """All that a start would refuse, and what a user should know first.
 
-    data: Path
-    out: Path
-    made_at_start: bool  # the data, where they are not there yet
-
-
-def check_start(config: Config, ranks: int, places: Places, wandb: bool = False) -> list[Check]:
-    """All that a start would refuse, and what a user should know first."""
+    `prepares_data`: whether a start prepares missing data itself.
+    """
     try:
         engine_mesh(config, ranks)
         rows = [_checked("batch", lambda: _batch(config, ranks))]
@@ -62,10 +59,10 @@ def check_start(config: Config, ranks: int, places: Places, wandb: bool = False)
     if here < ranks:
         instead = "it would train on the CPU" if ranks == 1 else "start it where they are"
         rows.append(Check("GPUs", "note", f"{here} in this machine, {ranks} in the plan: {instead}"))
-    index, found = _data(config, places)
+    index, found = _data(config, data, prepares_data)
     rows += found
-    rows.append(_checked("run folder", lambda: _run_folder(config, places, index)))
-    disk = _checked("disk", lambda: _disk(config, places.out))
+    rows.append(_checked("run folder", lambda: _run_folder(config, data, out, index)))
+    disk = _checked("disk", lambda: _disk(config, out))
     elsewhere = disk.state == "problem" and ranks > max(1, here)
     rows.append(Check("disk", "note", f"in this machine: {disk.says}") if elsewhere else disk)
     unused = unused_mesh(config, engine_or_asked(config, ranks))
@@ -131,10 +128,10 @@ def _package(name: str, extra: str, purpose: str) -> Check:
     return Check(name, "ok", f"{name} is installed")
 
 
-def _data(config: Config, places: Places) -> tuple[Index | None, list[Check]]:
-    data, context = places.data, config.model.context
-    other = other_dataset(config) if places.made_at_start else ""
-    if places.made_at_start and not (data / shards.INDEX).exists():
+def _data(config: Config, data: Path, prepares_data: bool) -> tuple[Index | None, list[Check]]:
+    context = config.model.context
+    other = other_dataset(config) if prepares_data else ""
+    if prepares_data and not (data / shards.INDEX).exists():
         says = f"{data} does not exist: the start prepares it from Python's standard library{other}"
         return None, [Check("data", "note", says)]
     try:
@@ -176,8 +173,7 @@ def other_dataset(config: Config) -> str:
     return "" if dataset == "local" else f"; the recipe's dataset is {dataset}: prepare it and give --data"
 
 
-def _run_folder(config: Config, places: Places, index: Index | None) -> Check:
-    out = places.out
+def _run_folder(config: Config, data: Path, out: Path, index: Index | None) -> Check:
     if not (_there(out).is_dir() and os.access(_there(out), os.W_OK)):
         raise TrainError(f"{_there(out)} is not a writable folder: give another --out")
     if (out / LOCK).exists():
@@ -188,7 +184,7 @@ def _run_folder(config: Config, places: Places, index: Index | None) -> Check:
         return Check("run folder", "ok", f"{out} is new")
     run_folder.check_config(out, config)
     if index is not None:
-        run_folder.check_data(out, places.data, index)
+        run_folder.check_data(out, data, index)
     if not checkpoints:
         return Check("run folder", "ok", f"{out} has no checkpoint yet: it starts at the first step")
     steps = steps_of(config.train, config.model.context)

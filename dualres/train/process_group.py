@@ -34,7 +34,7 @@ class World(NamedTuple):
     device: torch.device
     control: dist.ProcessGroup | None  # gloo, for numbers and objects; None for a single process
     saving: dist.ProcessGroup | None  # another, for the thread that writes checkpoints
-    terminated: Callable[[], bool] = lambda: False  # whether SIGTERM has arrived, which does not end one of many ranks
+    terminated: Callable[[], bool] = threading.Event().is_set  # by SIGTERM, which does not end one of many ranks
     busy: threading.Event = threading.Event()  # set while this rank saves, when it may respond late
 
     @property
@@ -42,21 +42,28 @@ class World(NamedTuple):
         """Whether this rank prints and writes files for all."""
         return self.rank == 0
 
-    def sum(self, values: list[float]) -> list[float]:
-        """Each value summed over all ranks."""
-        if self.control is None:
-            return values
-        together = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(together, group=self.control)
-        return together.tolist()
-
     def on_main(self, work: Callable[[], object]) -> None:
         """Run `work` on rank 0 while the others wait; its exception is raised on all."""
         self.gather_or_raise(work if self.is_main else lambda: None)
 
     def gather_or_raise(self, work: Callable[[], T]) -> list[T]:
-        """Run `work` on every rank and return all results; an exception on one rank is raised on all."""
-        return gather_or_raise(work, self.control)
+        """Run `work` on every rank and return all results; an exception on one rank is raised on all, so none waits."""
+        if self.control is None:
+            return [work()]
+        result: T | None = None
+        own: Exception | None = None
+        try:
+            result = work()
+        except Exception as error:
+            own = error
+        answers: list[Any] = [None] * self.size
+        dist.all_gather_object(answers, (result, _picklable(own)), group=self.control)
+        if own is not None:
+            raise own  # with its traceback
+        for _, other in answers:
+            if other is not None:
+                raise other
+        return [result for result, _ in answers]
 
     def broadcast(self, value: T) -> T:
         """Rank 0's value, on every rank."""
@@ -65,26 +72,6 @@ class World(NamedTuple):
         box = [value]
         dist.broadcast_object_list(box, src=0, group=self.control)
         return box[0]
-
-
-def gather_or_raise(work: Callable[[], T], group: dist.ProcessGroup | None) -> list[T]:
-    """The results of all ranks of a group. An exception on one is raised on all, so that none is left waiting."""
-    if group is None:
-        return [work()]
-    result: T | None = None
-    own: Exception | None = None
-    try:
-        result = work()
-    except Exception as error:
-        own = error
-    answers: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(answers, (result, _picklable(own)), group=group)
-    if own is not None:
-        raise own  # with its traceback
-    for _, other in answers:
-        if other is not None:
-            raise other
-    return [result for result, _ in answers]
 
 
 def _picklable(error: Exception | None) -> Exception | None:
@@ -119,18 +106,16 @@ def join_world(device: str | None = None) -> Iterator[World]:
     if size == 1:
         yield World(0, 1, place, None, None)
         return
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo",
-        timeout=STARTUP_TIMEOUT,
-        store=_job_store(),
-        rank=rank,
-        world_size=size,
-    )
+    store, *_ = next(rendezvous("env://", timeout=STARTUP_TIMEOUT))
+    # A prefix of its own: `torchrun` keeps one store over restarts, with the addresses of dead processes.
+    store = PrefixStore(agree_on_job_id(store, rank, size), store)
+    backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=STARTUP_TIMEOUT, store=store, rank=rank, world_size=size)
     try:
         control, saving = dist.new_group(backend="gloo"), dist.new_group(backend="gloo")
         with catch_sigterm() as terminated:
             world = World(rank, size, place, control, saving, terminated, threading.Event())
-            with failure_responder(world, terminated, world.busy), report_failed_ranks(world):
+            with failure_responder(world), report_failed_ranks(world):
                 yield world
                 dist.barrier()  # otherwise a process may exit while another still talks to it
     finally:
@@ -151,12 +136,6 @@ def keep_freed_memory() -> None:
         return
     for option in MALLOPT:
         mallopt(*option)
-
-
-def _job_store() -> Any:
-    """A store with a prefix of its own: `torchrun` keeps one over restarts, with the addresses of dead processes."""
-    store, rank, size = next(rendezvous("env://", timeout=STARTUP_TIMEOUT))
-    return PrefixStore(agree_on_job_id(store, rank, size), store)
 
 
 def agree_on_job_id(store: Any, rank: int, size: int, limit: timedelta = STARTUP_TIMEOUT) -> str:

@@ -12,7 +12,6 @@ RUN/config.json      the experiment, the data, the version of dualres, the model
 """
 
 import json
-import shutil
 from collections.abc import Set
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -22,7 +21,7 @@ from dualres.config.schema import Config, ConfigError
 from dualres.config.validation import build
 from dualres.data.shards import TOKENIZER, Index
 from dualres.train.metrics import METRICS
-from dualres.util.atomic_files import locked, partial_of, write_json
+from dualres.util.atomic_files import locked, write_bytes, write_json
 from dualres.util.errors import TrainError
 from dualres.util.version import VERSION
 
@@ -56,12 +55,10 @@ def has_started(folder: Path) -> bool:
 def is_run(folder: Path) -> bool:
     """Whether `dualres train` wrote the folder: its config says so, or what a run leaves beside a damaged one."""
     try:
-        described = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-        return {"config", "data"} <= described.keys() or has_started(folder)
-    except OSError:
-        return False
-    except (ValueError, AttributeError):
-        return has_started(folder)
+        read_description(folder)
+    except (TrainError, OSError):
+        return (folder / CONFIG).is_file() and has_started(folder)
+    return True
 
 
 def open_run(folder: Path, config: Config, data: Path, index: Index, start: Path | None = None) -> None:
@@ -75,9 +72,7 @@ def open_run(folder: Path, config: Config, data: Path, index: Index, start: Path
         check_data(folder, data, index)
         before = read_description(folder)
         origin = {"start": before["start"]} if "start" in before else {}
-    partial = partial_of(folder / TOKENIZER)
-    shutil.copyfile(data / TOKENIZER, partial)
-    partial.replace(folder / TOKENIZER)
+    write_bytes(folder / TOKENIZER, (data / TOKENIZER).read_bytes())
     used = {
         "folder": str(data),
         "content": index.content,

@@ -11,7 +11,7 @@ import tokenizers
 from tokenizers import models
 
 from dualres.cli import main
-from dualres.data.prepare import Report, is_held_out, prepare
+from dualres.data.prepare import is_held_out, prepare
 from dualres.data.shards import SPLITS, read_index, verify
 from dualres.data.tokenizer import train_bpe
 from tests.data.corpus import (
@@ -85,22 +85,24 @@ def test_progress_begins_at_zero_and_ends_with_everything(
 ):
     """And how documents are batched changes nothing."""
     monkeypatch.setattr("dualres.data.prepare.BATCH_CHARACTERS", 1)
-    reports: list[Report] = []
-    index = prepare(settings(folder), tmp_path / "out", reports.append)
+    monkeypatch.setattr("dualres.data.prepare.short", str)  # all digits
+    clock = iter(range(100))
+    monkeypatch.setattr("time.monotonic", lambda: next(clock))
+    shown: list[str] = []
+    index = prepare(settings(folder), tmp_path / "out", shown.append)
     assert files(tmp_path / "out") == files(whole)
-    training = [report for report in reports if report.stage == "training the tokenizer"]
-    tokenizing = [report for report in reports if report.stage == "tokenizing"]
-    assert reports == training + tokenizing
-    for stage in (training, tokenizing):
-        assert stage[0] == Report(stage[0].stage, "a.jsonl.gz", 0, 4, 0, 0, 0)
-        assert [report.documents for report in stage] == list(range(8))
-        assert [report.part for report in stage[1:]] == [name for name in PARTS for _ in range(PARTS[name])]
-        assert [report.parts_done for report in stage[1:]] == [
-            i for i, n in enumerate(PARTS.values()) for _ in range(n)
+    stages = ("training the tokenizer", "tokenizing")
+    training, tokenizing = ([text for text in shown if text.startswith(f"{stage}: ")] for stage in stages)
+    assert shown == training + tokenizing
+    places = [f"{name} ({i}/4)" for i, (name, count) in enumerate(PARTS.items(), 1) for _ in range(count)]
+    for name, stage in zip(stages, (training, tokenizing), strict=True):
+        assert stage[0] == f"{name}: a.jsonl.gz (1/4)  0 documents  0 tokens  0.0 characters/s  0:01"
+        assert [text.split(": ")[1].split("  ")[:2] for text in stage[1:]] == [
+            [place, f"{count} documents"] for count, place in enumerate(places, 1)
         ]
-        assert stage[-1].characters == sum(map(len, DOCUMENTS))
-    assert {report.tokens for report in training} == {0}
-    assert tokenizing[-1].tokens == index.tokens("train") + index.tokens("validation")
+        assert stage[-1].split("  ")[3] == f"{sum(map(len, DOCUMENTS)) / len(stage)} characters/s"
+    assert {text.split("  ")[2] for text in training} == {"0 tokens"}
+    assert tokenizing[-1].split("  ")[2] == f"{index.tokens('train') + index.tokens('validation')} tokens"
 
 
 PARTS = {"a.jsonl.gz": 3, "b.txt": 0, "c.parquet": 2, "d.txt.zst": 2}  # documents

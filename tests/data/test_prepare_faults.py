@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dualres.cli import main
-from dualres.data.prepare import Report, Settings, prepare
+from dualres.data.prepare import Settings, prepare
 from dualres.util.errors import DataError
 from tests.data.corpus import (
     DOCUMENTS,
@@ -31,7 +31,7 @@ def source(tmp_path: Path) -> Path:
 def test_two_preparations_in_one_folder(source: Path, tmp_path: Path):
     refusals: list[str] = []
 
-    def second(report: Report) -> None:
+    def second(text: str) -> None:
         if not refusals:
             thread = threading.Thread(target=begin)
             thread.start()

@@ -206,7 +206,7 @@ def train(config: Config, engine: Engine, whole) -> dict[str, Tensor]:
     seen: dict[str, Tensor] = {}
     for step in range(STEPS):
         losses = engine.accumulate(share(config, engine, step))
-        language, router = engine.world.sum([losses.language, losses.router])
+        language, router = engine.sum_over_ranks([losses.language, losses.router])
         seen[f"{step} loss"] = torch.tensor(language / engine.world.size)
         seen[f"{step} router"] = torch.tensor(router / engine.world.size)
         for name, parameter in engine.parameters.items():  # type: ignore[attr-defined]

@@ -3,21 +3,24 @@
 FOLDER/results.json has what went wrong in each check.
 """
 
+import contextlib
 import functools
 import json
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from dualres.config.schema import Config
 from dualres.model.block import compile_blocks
-from dualres.parallel import gradients
+from dualres.parallel import gradients, pipeline
 from dualres.parallel.mesh import Mesh, chunk_sizes, make_groups
-from dualres.parallel.pipeline import boundaries, make_chunks, padded_micro_batches
+from dualres.parallel.pipeline import Stage, boundaries, padded_micro_batches
 from dualres.train.engines import build
 from dualres.train.engines.build import build_engine
 from dualres.train.engines.fsdp import PipelineEngine
@@ -31,16 +34,28 @@ FLOAT32 = 4
 
 def step(config: Config, world: World, resend: bool = False) -> tuple[float, dict[str, int]]:
     """The loss of a step in a pipeline, and the bytes that all ranks have sent."""
-    build.make_chunks = functools.partial(make_chunks, resend=resend)  # type: ignore[attr-defined]
-    try:
+    with mock.patch.object(pipeline, "boundaries", functools.partial(boundaries, resend=resend)):
         engine = build_engine(config, world, end_of_text=0)
-    finally:
-        build.make_chunks = make_chunks  # type: ignore[attr-defined]
     assert isinstance(engine, PipelineEngine)
-    losses = engine.accumulate(share(config, engine, 0))
-    own = [float(sum(stage.sent[kind] for stage in engine.stages)) for kind in ("states", "gradients")]
-    loss, states, sent_back = world.sum([losses.language, *own])
-    return loss, {"states": round(states), "gradients": round(sent_back)}
+    with counted("get_fwd_send_ops") as states, counted("get_bwd_send_ops") as gradients:
+        losses = engine.accumulate(share(config, engine, 0))
+    loss, *sent = engine.sum_over_ranks([losses.language, float(sum(states)), float(sum(gradients))])
+    return loss, dict(zip(("states", "gradients"), map(round, sent), strict=True))
+
+
+@contextlib.contextmanager
+def counted(name: str) -> Iterator[list[int]]:
+    """The bytes of every tensor that stages send by this method."""
+    sizes: list[int] = []
+    method = getattr(Stage, name)
+
+    def counting(stage: Stage, number: int) -> list[dist.P2POp]:
+        ops = method(stage, number)
+        sizes.extend(op.tensor.nbytes for op in ops)
+        return ops
+
+    with mock.patch.object(Stage, name, counting):
+        yield sizes
 
 
 def wanted_bytes(config: Config, mesh: Mesh, resend: bool) -> int:
@@ -137,7 +152,7 @@ def fewer_rows(mesh: Mesh, world: World) -> list[str]:
     case = Case("dar-block", "moe", 1)
     sequences = share(config_of(case, mesh), build_engine(config_of(case, Mesh()), ALONE, 0), 0)[0].sequences[:1]
     engine = build_engine(config_of(case, mesh), world, end_of_text=0)
-    found = world.sum([engine.evaluate(sequences)])[0] / world.size
+    found = engine.sum_over_ranks([engine.evaluate(sequences)])[0] / world.size
     alone = build_engine(config_of(case, Mesh(), layers=len(engine.decoder.stack.blocks) * 2 - 1), ALONE, 0)
     wanted = alone.evaluate(sequences)
     return [] if abs(found - wanted) < 1e-5 else [f"{found}, and in one process {wanted}"]

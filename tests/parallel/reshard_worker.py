@@ -38,7 +38,7 @@ def step(config: Config, engine: Engine, number: int) -> list[float]:
     norm = engine.update(2e-3, config.train.clip)
     after = engine.evaluate(share(config, engine, 0)[0].sequences)
     counted = after * engine.data_size if engine.data_rank == 0 else 0.0  # the ranks' batches are others
-    found = engine.world.sum([losses.language, losses.router, counted])
+    found = engine.sum_over_ranks([losses.language, losses.router, counted])
     return [*(value / engine.world.size for value in found), norm]
 
 

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from dualres.train import checkpoint
 from dualres.train.checkpoint import Checkpoints
 from dualres.train.process_group import World
 
@@ -20,7 +19,7 @@ def failing_saves(folder: Path, error: Exception, monkeypatch: pytest.MonkeyPatc
     def gather_or_raise(*_: Any) -> None:
         raise error
 
-    monkeypatch.setattr(checkpoint, "gather_or_raise", gather_or_raise)
+    monkeypatch.setattr(World, "gather_or_raise", gather_or_raise)
     saves = Checkpoints(folder, World(1, 2, torch.device("cpu"), GLOO, GLOO), keep=1, say=print)
     saves.save(1, {}, {"best_step": 0})
     saves.wait()

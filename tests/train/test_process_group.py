@@ -32,11 +32,6 @@ SIZE, SOON = 4, timedelta(seconds=60)
 GLOO: Any = object()  # a group that is never used
 
 
-def quiet() -> bool:
-    """No signal has come."""
-    return False
-
-
 def rank_of(rank: int) -> World:
     return World(rank, SIZE, torch.device("cpu"), GLOO, GLOO)
 
@@ -101,7 +96,7 @@ def test_one_verdict_at_one_time(monkeypatch: pytest.MonkeyPatch):
         return found
 
     with ThreadPoolExecutor(SIZE) as pool:
-        answering = pool.submit(respond_to_failures, store, rank_of(2), ended, quiet, threading.Event())
+        answering = pool.submit(respond_to_failures, store, rank_of(2), ended)
         noticed = [pool.submit(notice, rank, delay) for rank, delay in enumerate((0.0, 6.0, 12.2))]
         try:
             verdicts = [one.result() for one in noticed]
@@ -147,7 +142,7 @@ def test_a_rank_that_waits_for_ever_speaks_and_ends(
     store = HashStore()
     store.set(failure_detection.FAILED, "rank 1 of 4 has failed (connection closed)")
     store.set(failure_detection.UNRESPONSIVE, "[3]")
-    respond_to_failures(store, rank_of(2), threading.Event(), quiet, threading.Event())
+    respond_to_failures(store, rank_of(2), threading.Event())
     assert codes == [1]
     assert capsys.readouterr().err.startswith("dualres, rank 2: rank 3 of 4 no longer responds: rank 2 stops too (")
 
@@ -164,16 +159,13 @@ def test_where_all_are_there_the_failed_one_may_finish_its_save(
     for rank in range(SIZE):
         failure_detection._respond(store, rank_of(rank))
     with ThreadPoolExecutor(2) as pool:
-        waiting, leaving = (
-            pool.submit(respond_to_failures, store, rank_of(2), event, quiet, threading.Event())
-            for event in (NEVER, ended)
-        )
+        waiting, leaving = (pool.submit(respond_to_failures, store, rank_of(2), event) for event in (NEVER, ended))
         time.sleep(1)
         assert codes == []
         ended.set()
         leaving.result(60)
         assert codes == []
-        store.set(failure_detection.LEFT, "yes")
+        store.add(failure_detection.LEAVING, 1)
         waiting.result(60)
     assert codes == [1]
     assert capsys.readouterr().err.startswith("dualres, rank 2: rank 1 of 4 has failed (out of memory): rank 2 stops")
@@ -200,7 +192,7 @@ def test_a_terminated_rank_calls_the_roll(
     if saving:
         busy.set()
     with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(respond_to_failures, store, rank_of(2), ended, lambda: True, busy)
+        answer = pool.submit(respond_to_failures, store, rank_of(2)._replace(terminated=lambda: True, busy=busy), ended)
         store.wait([failure_detection.CALLED], SOON)
         for rank in others:
             failure_detection._respond(PrefixStore("roll", store), rank_of(rank))
@@ -223,7 +215,7 @@ def test_an_answer_to_the_roll_is_none_to_a_failure(monkeypatch: pytest.MonkeyPa
     for rank in (0, 1, 3):
         failure_detection._respond(PrefixStore("roll", store), rank_of(rank))
     with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(respond_to_failures, store, rank_of(2), ended, lambda: True, threading.Event())
+        answer = pool.submit(respond_to_failures, store, rank_of(2)._replace(terminated=lambda: True), ended)
         store.wait([failure_detection.CALLED], SOON)
         for rank in (0, 1):
             record_failure(store, rank_of(rank), RuntimeError("connection closed"))
@@ -245,7 +237,7 @@ def test_a_store_that_once_did_not_reply_is_asked_again(monkeypatch: pytest.Monk
 
     store = Silent()
     with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(respond_to_failures, store, rank_of(2), ended, quiet, threading.Event())
+        answer = pool.submit(respond_to_failures, store, rank_of(2), ended)
         record_failure(store, rank_of(1), ValueError("a bad value"))
         store.wait([failure_detection._response_key(2)], SOON)
         ended.set()

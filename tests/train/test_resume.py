@@ -18,7 +18,7 @@ from tests.train.tiny import STEPS, Told, checkpoints, metrics, terminate, tiny_
 def test_the_best_so_far(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Stopped after the best: it stays the best, and is kept."""
     validated = iter([5.0, 3.0, 4.0, 4.0, 4.0, 4.0, 3.5, 4.0, 4.0, 4.0])  # every fourth step
-    monkeypatch.setattr("dualres.train.loop.validate", lambda *_: next(validated))
+    monkeypatch.setattr("dualres.train.loop.Training._mean_validation_loss", lambda _: next(validated))
     config = tiny_config(train__validate_every=4)
     train_tiny(config, data, tmp_path, Told(21, terminate))
     assert [path.name for path in checkpoints(tmp_path)] == [step_name(step) for step in (8, 20, 22)]

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from dualres.config.schema import TrainConfig
@@ -75,15 +75,18 @@ class Engine(ABC):
     def load_tensors(self, tensors: dict[str, Tensor]) -> None:
         """Take over the result of `tensors` after a checkpoint was loaded into it."""
 
+    def sum_over_ranks(self, values: list[float]) -> list[float]:
+        """Each value summed over all processes."""
+        if self.world.size == 1:
+            return values
+        together = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(together, group=self.world.control)
+        return together.tolist()
+
     @torch.no_grad()
     def evaluate(self, sequences: Tensor) -> float:
         """The language-model loss of a batch, a mean over the ranks that share it. (B,T+1) -> nats per token"""
-        with self.autocast():
-            return self.wrapped(sequences.to(self.world.device)).item()
-
-    def autocast(self) -> contextlib.AbstractContextManager[None]:
-        """The precision of forward passes, unless the wrapper sets it."""
-        return contextlib.nullcontext()
+        return self.wrapped(sequences.to(self.world.device)).item()
 
 
 class TorchEngine(Engine):
@@ -91,16 +94,16 @@ class TorchEngine(Engine):
 
     def __init__(self, train: TrainConfig, world: World, objective: Objective, wrapped: nn.Module):
         super().__init__(world, objective, wrapped)
-        self.bf16 = train.precision == "bf16"
         self.parameters = {name: p for name, p in self.decoder.named_parameters() if not p.is_meta}  # of this rank
         self.optimizer = adamw(self.decoder, train)
         for parameter in self.parameters.values():  # from the start, so that all checkpoints have the same tensors
             self.optimizer.state[parameter] = fresh_state(parameter)
 
     def forward_backward(self, sequences: Tensor, weight: float, report: RouterReport, last: bool) -> Tensor:
-        with self.gradient_sync(last):
-            with self.autocast():
-                loss = self.wrapped(sequences, report)
+        # DDP all-reduces gradients at the last micro-batch; FSDP2 keeps only its shard, so it reduces at every one.
+        ddp = self.wrapped if isinstance(self.wrapped, DistributedDataParallel) else None
+        with contextlib.nullcontext() if ddp is None or last else ddp.no_sync():
+            loss = self.wrapped(sequences, report)
             (loss * weight).backward()
         return loss
 
@@ -127,14 +130,3 @@ class TorchEngine(Engine):
 
     def load_tensors(self, tensors: dict[str, Tensor]) -> None:
         """Nothing to do: they are the model's and the optimizer's own."""
-
-    def gradient_sync(self, last: bool) -> contextlib.AbstractContextManager[None]:
-        """DDP all-reduces gradients at the last micro-batch; FSDP2 keeps only its shard, so it reduces at every one."""
-        if isinstance(self.wrapped, DistributedDataParallel) and not last:
-            return self.wrapped.no_sync()
-        return contextlib.nullcontext()
-
-    def autocast(self) -> contextlib.AbstractContextManager[None]:
-        if not self.bf16 or isinstance(self.wrapped, FSDPModule):  # FSDP2 casts by its own policy
-            return contextlib.nullcontext()
-        return torch.autocast(self.world.device.type, torch.bfloat16)

@@ -1,5 +1,6 @@
 """Builds the engine that a config asks for."""
 
+import functools
 from collections.abc import Sequence
 from typing import cast
 
@@ -19,7 +20,7 @@ from dualres.parallel.gradients import dimensions
 from dualres.parallel.mesh import Groups, Mesh, chunk_sizes, make_groups, mesh_of
 from dualres.parallel.pipeline import PipelineChunk, drop_unused, make_chunks
 from dualres.parallel.tensor import shard_branches, shard_vocabulary
-from dualres.parallel.vocab_loss import VocabularyLoss
+from dualres.parallel.vocab_loss import vocabulary_loss
 from dualres.train.engines.base import Engine, TorchEngine
 from dualres.train.engines.deepspeed import DeepSpeedEngine
 from dualres.train.engines.fsdp import PipelineEngine, ShardedEngine
@@ -57,6 +58,8 @@ def build_engine(config: Config, world: World, end_of_text: int) -> Engine:
     objective = _objective(config, decoder, end_of_text, Mesh(data=world.size))
     if name == "deepspeed":
         return DeepSpeedEngine(config, world, objective)
+    if config.train.precision == "bf16":  # FSDP2 and DeepSpeed cast by their own settings
+        objective.forward = torch.autocast(world.device.type, torch.bfloat16)(objective.forward)  # type: ignore[method-assign]
     if name == "single":
         return TorchEngine(config.train, world, objective, objective)
     devices = [world.device] if world.device.type == "cuda" else None
@@ -85,18 +88,15 @@ def _fsdp2(config: Config, world: World, end_of_text: int) -> Engine:
     mesh = mesh_of(config, world.size)
     groups = make_groups(mesh, world.device.type)
     decoder = build_decoder(config.model, config.residual, device="meta")
-    cross_entropy = VocabularyLoss(groups.tensor) if mesh.tensor > 1 else None
+    cross_entropy = functools.partial(vocabulary_loss, groups.tensor) if mesh.tensor > 1 else None
     objective = _objective(config, decoder, end_of_text, mesh, cross_entropy)
     if mesh.pipeline == 1:
         _shard_units(config, world, groups, decoder, [*decoder.stack, objective])
         return ShardedEngine(config, world, objective, groups)
     chunks = make_chunks(objective, chunk_sizes(config, mesh), mesh.pipeline, groups.stage)
-    tied: list[str] = []
     for chunk in chunks.values():
         _shard_units(config, world, groups, decoder, [*cast(Sequence[nn.Module], chunk.blocks), chunk])
-        if config.model.tied_embeddings and (chunk.arriving is None or chunk.leaving is None):
-            tied = [f"vocabulary.{name}" for name, _ in decoder.vocabulary.named_parameters()]
-    return PipelineEngine(config, world, objective, groups, tied, chunks)
+    return PipelineEngine(config, world, objective, groups, chunks)
 
 
 def _shard_units(config: Config, world: World, groups: Groups, decoder: Decoder, units: Sequence[nn.Module]) -> None:

@@ -70,7 +70,7 @@ class DeepSpeedEngine(Engine):
             found[f"model.{name}"] = self.access.safe_get_full_fp32_param(parameter)
             for key in MOMENTS:
                 found[f"optimizer.{key}.{name}"] = self.access.safe_get_full_optimizer_state(parameter, key)
-            found[f"optimizer.step.{name}"] = self._count().clone()
+            found[f"optimizer.step.{name}"] = next(iter(self.adamw.state.values()))["step"].clone()
         return found
 
     def load_tensors(self, tensors: dict[str, Tensor]) -> None:
@@ -108,6 +108,3 @@ class DeepSpeedEngine(Engine):
         self.update(0.0, 1.0)
         for state in self.adamw.state.values():
             state["step"].zero_()
-
-    def _count(self) -> Tensor:
-        return next(iter(self.adamw.state.values()))["step"]

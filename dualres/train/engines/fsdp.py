@@ -1,20 +1,21 @@
 """FSDP2 over the data-parallel ranks of a mesh, with tensor, expert and pipeline parallelism of `dualres.parallel`."""
-# B batch  T tokens
+# B batch  T tokens  D width  J streams
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from dualres.config.schema import Config
 from dualres.model.attention import RouterReport
 from dualres.model.loss import Objective
-from dualres.parallel import gradients
+from dualres.parallel.gradients import MeshGradients
 from dualres.parallel.mesh import Groups, chunk_sizes
-from dualres.parallel.pipeline import ForwardPipeline, PipelineChunk, Stage, make_schedule, padded_micro_batches
+from dualres.parallel.pipeline import Boundary, PipelineChunk, Stage, make_schedule, padded_micro_batches
 from dualres.train.engines.base import Losses, MicroBatch, TorchEngine
 from dualres.train.process_group import World
 
@@ -26,11 +27,11 @@ class ShardedEngine(TorchEngine):
         super().__init__(config.train, world, objective, objective)
         self.groups = groups
         self.data_rank, self.data_size = groups.data.get_local_rank(), groups.sizes.data
-        self.roles = gradients.roles(self.parameters, groups, tied)
+        self.gradients = MeshGradients(self.parameters, groups, tied)
 
     def accumulate(self, micro_batches: Sequence[MicroBatch]) -> Losses:
         losses = super().accumulate(micro_batches)
-        gradients.finish(self.roles, self.groups)
+        self.gradients.finish()
         return losses
 
     def load_tensors(self, tensors: dict[str, Tensor]) -> None:
@@ -39,8 +40,8 @@ class ShardedEngine(TorchEngine):
 
     def clip_gradient(self, limit: float) -> float:
         """By the norm over all ranks of the mesh."""
-        norm = math.sqrt(self.world.sum([gradients.squares(self.roles)])[0])
-        gradients.clip(self.roles, norm, limit)
+        norm = math.sqrt(self.sum_over_ranks([self.gradients.squares()])[0])
+        self.gradients.clip(norm, limit)
         return norm
 
 
@@ -48,42 +49,40 @@ class PipelineEngine(ShardedEngine):
     """This rank's chunks of the model, run by PyTorch's schedules."""
 
     def __init__(
-        self,
-        config: Config,
-        world: World,
-        objective: Objective,
-        groups: Groups,
-        tied: Sequence[str],
-        chunks: dict[int, PipelineChunk],
+        self, config: Config, world: World, objective: Objective, groups: Groups, chunks: dict[int, PipelineChunk]
     ):
+        at_an_end = any(chunk.arriving is None or chunk.leaving is None for chunk in chunks.values())
+        vocabulary = [f"vocabulary.{name}" for name, _ in objective.decoder.vocabulary.named_parameters()]
+        tied = vocabulary if config.model.tied_embeddings and at_an_end else ()
         super().__init__(config, world, objective, groups, tied)
-        sizes, train, model = groups.sizes, config.train, config.model
-        shape = train.micro_batch, model.context // sizes.tensor, model.width
-        dtype = torch.bfloat16 if train.precision == "bf16" else torch.get_default_dtype()
+        self.layers = config.model.layers
+        self.group = groups.pipeline.get_group()
+        self.shape = config.model.context // groups.sizes.tensor, config.model.width
+        self.dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.get_default_dtype()
 
-        def state(number: int) -> Tensor:
-            streams = () if number == 0 else (objective.decoder.stack.streams,)
-            return torch.empty(*streams, *shape, dtype=dtype, device="meta", requires_grad=True)
+        def states(between: Boundary | None) -> tuple[Tensor, ...]:
+            numbers = between.sent if between is not None else ()
+            return tuple(self._state(s, config.train.micro_batch, "meta").requires_grad_() for s in numbers)
 
-        self.layers, self.last = model.layers, len(chunk_sizes(config, sizes)) - 1
-        self.arriving = {
-            c: [state(s) for s in chunk.arriving.sent] if chunk.arriving else [] for c, chunk in chunks.items()
-        }
-        loss = torch.empty((), device="meta", requires_grad=True)
+        loss, count = torch.empty((), device="meta", requires_grad=True), len(chunk_sizes(config, groups.sizes))
         self.stages = [
             Stage(
                 chunk,
                 c,
-                self.last + 1,
+                count,
                 world.device,
-                input_args=tuple(self.arriving[c]),
-                output_args=tuple(state(s) for s in chunk.leaving.sent) if chunk.leaving else (loss,),
-                group=groups.pipeline.get_group(),
+                input_args=states(chunk.arriving),
+                output_args=states(chunk.leaving) or (loss,),
+                group=self.group,
             )
             for c, chunk in chunks.items()
         ]
-        self.relay = ForwardPipeline(self.stages, self.arriving, groups.pipeline.get_group())
         self.schedule: Any = None
+
+    def _state(self, number: int, rows: int, device: torch.device | str) -> Tensor:
+        """Uninitialized memory for a state, (J,B,T,D), or (B,T,D) for H_0."""
+        streams = () if number == 0 else (self.decoder.stack.streams,)
+        return torch.empty(*streams, rows, *self.shape, dtype=self.dtype, device=device)
 
     def accumulate(self, micro_batches: Sequence[MicroBatch]) -> Losses:
         """The schedule runs all micro-batches, padded with zero-weight ones if it needs more."""
@@ -103,7 +102,7 @@ class PipelineEngine(ShardedEngine):
             number=torch.arange(count),
             reports=reports,
         )
-        gradients.finish(self.roles, self.groups)
+        self.gradients.finish()
         router = sum(
             micro.weight * float(sum(reports[number].losses.values())) / self.layers
             for number, micro in enumerate(given)
@@ -117,10 +116,21 @@ class PipelineEngine(ShardedEngine):
     @torch.no_grad()
     def evaluate(self, sequences: Tensor) -> float:
         """The last stage has the loss and the others return 0: the mean over the pipeline is the loss."""
-        loss = self.relay.run(sequences.to(self.world.device), self.world.device)
+        loss, device, ranks, here = 0.0, self.world.device, self.groups.sizes.pipeline, self.groups.stage
+        sequences = sequences.to(device)
         for stage in self.stages:
-            reshard(stage.submod)
-        return 0.0 if loss is None else loss.item() * self.groups.sizes.pipeline
+            chunk, received = cast(PipelineChunk, stage.submod), []
+            for number in chunk.arriving.sent if chunk.arriving is not None else ():
+                received.append(self._state(number, len(sequences), device))
+                dist.recv(received[-1], group=self.group, group_src=(here - 1) % ranks)
+            out = chunk(*received, sequences=sequences, number=torch.tensor(-1), reports={})
+            if chunk.leaving is None:
+                loss = out.item() * ranks
+            else:
+                for state in out:
+                    dist.send(state.contiguous(), group=self.group, group_dst=(here + 1) % ranks)
+            reshard(chunk)
+        return loss
 
 
 def reshard(module: nn.Module) -> None:
