@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from dualres import ops
-from dualres.ops.cpu import cache, threads
+from dualres.ops.cpu import compiler, launch
 from dualres.residual import route
 from tests.small import relative_error
 
@@ -32,16 +32,16 @@ def three_threads() -> Any:
 def either_kind(request: Any, monkeypatch: Any, three_threads: Any) -> None:
     """PyTorch's OpenMP threads, and those of a system where they cannot be reached."""
     if request.param == "own threads":
-        monkeypatch.setattr(threads, "pytorch_threads", lambda: None)
-    elif threads.pytorch_threads() is None:
+        monkeypatch.setattr(launch, "pytorch_threads", lambda: None)
+    elif launch.pytorch_threads() is None:
         pytest.skip("PyTorch was not built with GNU's OpenMP")
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 47, 48, 49, 1000])
 def test_every_token_is_worked_on_once(tokens: int, either_kind: Any):
     seen: list[tuple[int, int, int]] = []
-    threads.share(lambda *part: seen.append(part), tokens)
-    assert len(seen) == threads.parts(tokens)
+    launch.share(lambda *part: seen.append(part), tokens)
+    assert len(seen) == launch.parts(tokens)
     assert [t for _, first, last in sorted(seen) for t in range(first, last)] == list(range(tokens))
 
 
@@ -53,7 +53,7 @@ def test_parts_run_at_the_same_time(either_kind: Any):
         together.wait()
         names.add(threading.get_ident())
 
-    threads.share(work, 300)
+    launch.share(work, 300)
     assert len(names) == 3
 
 
@@ -63,7 +63,7 @@ def test_a_failure_reaches_the_caller(either_kind: Any):
             raise ZeroDivisionError("part 1")
 
     with pytest.raises(ZeroDivisionError, match="part 1"):
-        threads.share(work, 300)
+        launch.share(work, 300)
 
 
 def test_a_failure_waits_for_the_other_parts(either_kind: Any):
@@ -77,7 +77,7 @@ def test_a_failure_waits_for_the_other_parts(either_kind: Any):
         done.append(part)
 
     with pytest.raises(ZeroDivisionError):
-        threads.share(work, 300)
+        launch.share(work, 300)
     assert sorted(done) == [1, 2]
 
 
@@ -104,26 +104,26 @@ def test_a_forked_process_can_go_on():
 
 def test_kernels_of_other_sources_are_forgotten(tmp_path: Path, monkeypatch: Any):
     """numba itself would go on with what a kernel's helpers were when it was compiled."""
-    monkeypatch.setattr(cache, "SOURCES", tmp_path)
+    monkeypatch.setattr(compiler, "SOURCES", tmp_path)
     kept = tmp_path / "kernels"
     (tmp_path / "rows.py").write_text("one")
-    cache.forget_stale(kept)
+    compiler.remove_stale(kept)
     kernel = kept / "rows.add.nbi"
     kernel.write_text("compiled")
-    cache.forget_stale(kept)
+    compiler.remove_stale(kept)
     assert kernel.exists()
     (tmp_path / "rows.py").write_text("two")
-    cache.forget_stale(kept)
+    compiler.remove_stale(kept)
     assert not kernel.exists()
 
 
 def test_kernels_are_kept_where_numba_is_told_to(tmp_path: Path):
-    program = "from dualres.ops.cpu import cache; print(cache.folder())"
+    program = "from dualres.ops.cpu import compiler; print(compiler.cache_folder())"
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=True)
     kept = Path(run.stdout.strip())
     assert kept.is_relative_to(tmp_path)
-    assert (kept / cache.STAMP).exists()
+    assert (kept / compiler.STAMP).exists()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

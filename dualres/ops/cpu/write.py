@@ -5,13 +5,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
+from dualres.ops.cpu.compiler import compiled
+from dualres.ops.cpu.launch import LIKE, addresses, share, stream_addresses, tokenwise
 from dualres.ops.cpu.read import live_streams
-from dualres.ops.cpu.rows import add, dot
-from dualres.ops.cpu.streams import LIKE, OPTIONS, begins, load, row_of, store, streams_of, tokenwise
-from dualres.ops.cpu.threads import share
+from dualres.ops.cpu.rows import add, dot, load, row_of, store
 
 
 def write(updates: list[Tensor], coefficients: Tensor) -> Tensor:
@@ -19,9 +18,9 @@ def write(updates: list[Tensor], coefficients: Tensor) -> Tensor:
     first_update, tokens = updates[0], coefficients[0, 0].numel()
     live = first_update.new_empty(coefficients.shape[1], *first_update.shape)
     arguments = (
-        begins(updates),
+        addresses(updates),
         tokenwise(coefficients, 2),
-        streams_of([live])[0],
+        stream_addresses([live])[0],
         first_update.shape[-1],
         LIKE[live.dtype],
     )
@@ -29,7 +28,7 @@ def write(updates: list[Tensor], coefficients: Tensor) -> Tensor:
     return live
 
 
-@njit(**OPTIONS)
+@compiled
 def _forward(first: int, last: int, updates: Any, coefficients: Any, live: Any, width: int, like: Any) -> None:
     sums = np.empty((len(live), width), np.float32)
     for t in range(first, last):
@@ -44,10 +43,10 @@ def write_backward(d_live: Tensor, updates: list[Tensor], coefficients: Tensor) 
     d_updates = [torch.empty_like(d_live[0]) for _ in coefficients]
     d_coefficients = torch.empty_like(coefficients if updates else coefficients[:0])
     arguments = (
-        streams_of([d_live])[0],
-        begins(updates),
+        stream_addresses([d_live])[0],
+        addresses(updates),
         tokenwise(coefficients, 2),
-        begins(d_updates),
+        addresses(d_updates),
         tokenwise(d_coefficients, 2),
         d_live.shape[-1],
         LIKE[d_live.dtype],
@@ -56,7 +55,7 @@ def write_backward(d_live: Tensor, updates: list[Tensor], coefficients: Tensor) 
     return [*d_updates, *([d_coefficients] if updates else [])]
 
 
-@njit(**OPTIONS)
+@compiled
 def _backward(
     first: int,
     last: int,
