@@ -11,13 +11,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from dualres import ops
-from dualres.ops.cpu import compiler, launch
+from dualres.ops.cpu import compiler, launch, rows
 from dualres.residual import route
 from tests.small import relative_error
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -173,3 +176,54 @@ def test_no_tokens():
     assert found.shape == (2, 0, 3, 24)
     assert queries.grad is not None
     assert not queries.grad.any()
+
+
+def gaps(count: int, width: int, gap: int) -> list[Any]:
+    """Rows that lie so many numbers apart."""
+    return [row[:width] for row in np.zeros((count, width + gap), np.float32)]
+
+
+ONE, TWO = np.float32(0.7), np.float32(1.3)
+SUMS: dict[str, tuple[int, Any]] = {  # functions that write a row and sum over it: how many rows they take, how
+    "load_with_dots": (4, lambda into, row, a, b: rows.load_with_dots(into, row, a, b)),
+    "blend": (3, lambda into, row, other: rows.blend(into, ONE, row, TWO, other)),
+    "blend_with_dots": (7, lambda into, row, other, *four: rows.blend_with_dots(into, ONE, row, TWO, other, four)),
+    "normalize_backward": (4, lambda given, row, w, d_w: rows.normalize_backward(given, row, w, ONE, 1e-6, d_w)),
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_sums_do_not_depend_on_addresses(name: str):
+    """Where rows lie close together, LLVM would take another loop, which adds up in another order."""
+    count, call = SUMS[name]
+    generator = np.random.default_rng(0)
+    for width in (8, 16, 24, 33, 63, 64, 100):
+        numbers = generator.standard_normal((count, width)).astype(np.float32)
+        outcomes = set()
+        for places in (gaps(count, width, 1000), gaps(count, width, 0), gaps(count, width, 0)[::-1]):
+            for place, row in zip(places, numbers, strict=True):
+                place[:] = row
+            outcomes.add((call(*places), *(place.tobytes() for place in places)))
+        assert len(outcomes) == 1, f"width {width}"
+
+
+PROGRAM = """
+import hashlib, torch
+from tests.small import RESIDUALS, gradients, model_config, next_token_loss, random_tokens, stirred
+
+torch.set_num_threads(1)
+decoder, tokens = stirred(model_config(layers=2, width=16, heads=2, kv_heads=1), RESIDUALS["dar-full"]), random_tokens()
+next_token_loss(decoder(tokens), tokens).backward()
+print(hashlib.sha256(b"".join(x.numpy().tobytes() for x in gradients(decoder).values())).hexdigest())
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_compiles_gets_the_bits_of_one_that_loads(tmp_path: Path):
+    found = []
+    for _ in range(3):
+        environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+        run = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=environment, cwd=ROOT)
+        assert run.returncode == 0, run.stderr
+        found.append(run.stdout)
+    assert len(set(found)) == 1

@@ -12,7 +12,7 @@ from numba import carray, types  # type: ignore[attr-defined]
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
-from dualres.ops.cpu.compiler import compiled
+from dualres.ops.cpu.compiler import compiled, compiled_rows
 
 LINE = 64  # bytes that memory delivers at a time
 
@@ -129,14 +129,14 @@ def rounded(x: Any, stream: Any) -> Any:
     return lambda x, stream: convert(x)
 
 
-@compiled
+@compiled_rows
 def load(into: Any, row: Any) -> None:
     """Widen a row of a stream. (D,), (D,)"""
     for d in range(len(into)):
         into[d] = number(row[d])
 
 
-@compiled
+@compiled_rows
 def store(into: Any, row: Any) -> None:
     """Round a float32 row into a stream. (D,), (D,)"""
     for d in range(len(row)):
@@ -159,7 +159,7 @@ def finish(row: Any, result: Any) -> Any:
     return lambda row, result: store(row, result)
 
 
-@compiled
+@compiled_rows
 def dot(a: Any, b: Any) -> Any:
     """a · b"""
     total = np.float32(0)
@@ -168,7 +168,7 @@ def dot(a: Any, b: Any) -> Any:
     return total
 
 
-@compiled
+@compiled_rows
 def two_dots(a: Any, b: Any, row: Any) -> Any:
     """a · row and b · row, reading the row once; b and the row may be a stream's."""
     first, second = np.float32(0), np.float32(0)
@@ -179,7 +179,7 @@ def two_dots(a: Any, b: Any, row: Any) -> Any:
     return first, second
 
 
-@compiled
+@compiled_rows
 def load_with_dots(into: Any, row: Any, a: Any, b: Any) -> Any:
     """`load`, and of what was loaded the square, a · row and b · row. (D,), (D,), (D,), (D,) -> 3 numbers"""
     square, first, second = np.float32(0), np.float32(0), np.float32(0)
@@ -192,7 +192,7 @@ def load_with_dots(into: Any, row: Any, a: Any, b: Any) -> Any:
     return square, first, second
 
 
-@compiled
+@compiled_rows
 def blend(into: Any, own: Any, row: Any, rest: Any, other: Any) -> Any:
     """into = own · row + rest · other, and its square; `into` and the row may be a stream's. -> 1"""
     square = np.float32(0)
@@ -203,7 +203,7 @@ def blend(into: Any, own: Any, row: Any, rest: Any, other: Any) -> Any:
     return square
 
 
-@compiled
+@compiled_rows
 def blend_with_dots(into: Any, own: Any, row: Any, rest: Any, other: Any, four: Any) -> Any:
     """`blend`, its square and its products with four rows, in one pass. -> 5 numbers"""
     a, b, c, e = four
@@ -220,14 +220,14 @@ def blend_with_dots(into: Any, own: Any, row: Any, rest: Any, other: Any, four: 
     return square, one, two, three, last
 
 
-@compiled
+@compiled_rows
 def add(total: Any, weight: Any, row: Any) -> None:
     """total += weight · row, which may be a stream's"""
     for d in range(len(row)):
         total[d] += weight * number(row[d])
 
 
-@compiled
+@compiled_rows
 def add_to_two(total: Any, other: Any, weight: Any, another: Any, row: Any) -> None:
     """`add` to two totals, reading the row once."""
     for d in range(len(row)):
@@ -236,7 +236,7 @@ def add_to_two(total: Any, other: Any, weight: Any, another: Any, row: Any) -> N
         other[d] += another * x
 
 
-@compiled
+@compiled_rows
 def add_to_four(four: Any, weights: Any, row: Any) -> None:
     """`add` to four totals, reading the row once."""
     a, b, c, e = four
@@ -249,7 +249,7 @@ def add_to_four(four: Any, weights: Any, row: Any) -> None:
         e[d] += we * x
 
 
-@compiled
+@compiled_rows
 def sum_of_six(total: Any, weights: Any, rows: Any) -> None:
     """total = Σ_n weights[n] · rows[n] (D,), 6 × 1, 6 × (D,)"""
     a, b, c, e, f, g = rows
@@ -258,7 +258,7 @@ def sum_of_six(total: Any, weights: Any, rows: Any) -> None:
         total[d] = (wa * a[d] + wb * b[d]) + (wc * c[d] + we * e[d]) + (wf * f[d] + wg * g[d])
 
 
-@compiled
+@compiled_rows
 def add_rows(total: Any, weights: Any, rows: Any) -> None:
     """total += Σ_n weights[n] · rows[n], four rows at a time. (D,), (n,), (n,D)"""
     n, count = 0, len(weights)
@@ -273,7 +273,7 @@ def add_rows(total: Any, weights: Any, rows: Any) -> None:
         n += 1
 
 
-@compiled
+@compiled_rows
 def add_rows_to_two(total: Any, other: Any, weights: Any, others: Any, rows: Any) -> None:
     """`add_rows` to two totals, each with its weights, reading the rows once. (D,), (D,), (n,), (n,), (n,D)"""
     n, count = 0, len(weights)
@@ -294,7 +294,7 @@ def add_rows_to_two(total: Any, other: Any, weights: Any, others: Any, rows: Any
         n += 1
 
 
-@compiled
+@compiled_rows
 def sum_chosen(total: Any, own: Any, row: Any, weights: Any, bank: Any, which: Any) -> None:
     """total = own · row + Σ_n weights[n] · bank[which[n]], n a multiple of four. (D,), 1, (D,), (n,), (·,D), (n,)"""
     scaled(total, own, row)
@@ -305,7 +305,7 @@ def sum_chosen(total: Any, own: Any, row: Any, weights: Any, bank: Any, which: A
             total[d] += (wa * a[d] + wb * b[d]) + (wc * c[d] + we * e[d])
 
 
-@compiled
+@compiled_rows
 def sum_chosen_for_two(totals: Any, own: Any, rows: Any, weights: Any, bank: Any, which: Any) -> None:
     """`sum_chosen` for two totals, reading the bank once. 2 × (D,), (2,), 2 × (D,), (2,n), (·,D), (n,)"""
     total, other = totals
@@ -322,20 +322,20 @@ def sum_chosen_for_two(totals: Any, own: Any, rows: Any, weights: Any, bank: Any
         row, another, mine, its = total, other, np.float32(1), np.float32(1)
 
 
-@compiled
+@compiled_rows
 def scaled(total: Any, weight: Any, row: Any) -> None:
     """total, which may be a stream's, = weight · row"""
     for d in range(len(total)):
         total[d] = rounded(weight * row[d], total)
 
 
-@compiled
+@compiled_rows
 def inverse_norm(square: Any, size: int, eps: float) -> Any:
     """1 / √(mean x² + eps) of `size` numbers with that square."""
     return np.float32(1 / math.sqrt(square / size + eps))
 
 
-@compiled
+@compiled_rows
 def normalize(row: Any, weight: Any, square: Any, eps: float) -> None:
     """The norm of the branch, in place, of a row whose square is known. (D,), (D,), 1"""
     factor = inverse_norm(square, len(row), eps)
@@ -343,7 +343,7 @@ def normalize(row: Any, weight: Any, square: Any, eps: float) -> None:
         row[d] *= factor * weight[d]
 
 
-@compiled
+@compiled_rows
 def normalize_backward(given: Any, row: Any, weight: Any, square: Any, eps: float, d_weight: Any) -> None:
     """Turns the gradient of what `normalize` made of the row into the row's; adds to the weight's.
 
