@@ -14,6 +14,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -42,31 +43,27 @@ def stream_addresses(tensors: Sequence[Tensor]) -> Array:
     return np.array([[begin + step * j for j in streams] for begin in map(Tensor.data_ptr, tensors)], np.int64)
 
 
-class Seen:
-    """Floats at an address, as numpy finds them."""
-
-    def __init__(self, address: int, shape: tuple[int, ...]):
-        self.__array_interface__ = {"data": (address, False), "shape": shape, "typestr": "<f4", "version": 3}
-
-
-@functools.lru_cache(maxsize=4096)
-def floats(address: int, shape: tuple[int, ...]) -> Array:
-    """What is at an address, as an array, which knows nothing of the tensor there and does not keep it."""
-    return np.asarray(Seen(address, tuple(shape))) if math.prod(shape) else np.empty(tuple(shape), np.float32)
-
-
 def array(tensor: Tensor) -> Array:
     """A contiguous float32 tensor, which must outlive it, as an array.
 
     `Tensor.numpy` would make its storage unresizable for ever, and FSDP2 frees a parameter by resizing.
     """
-    return floats(tensor.data_ptr(), tensor.shape)
+    return _floats(tensor.data_ptr(), tensor.shape)
 
 
 def tokenwise(tensor: Tensor, others: int) -> Array:
     """`array`, of one number per token, whose axes come after so many others. (…,B,T) -> (…,N)"""
     shape = tensor.shape
-    return floats(tensor.data_ptr(), (*shape[:others], math.prod(shape[others:])))
+    return _floats(tensor.data_ptr(), (*shape[:others], math.prod(shape[others:])))
+
+
+@functools.lru_cache(maxsize=4096)
+def _floats(address: int, shape: tuple[int, ...]) -> Array:
+    """What is at an address, as an array that does not keep it alive."""
+    if math.prod(shape) == 0:
+        return np.empty(shape, np.float32)
+    interface = {"data": (address, False), "shape": tuple(shape), "typestr": "<f4", "version": 3}
+    return np.asarray(SimpleNamespace(__array_interface__=interface))
 
 
 def parts(tokens: int) -> int:

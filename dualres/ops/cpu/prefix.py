@@ -60,11 +60,8 @@ def prefix(history: list[Tensor], queries: Tensor, key: list[int], value: list[i
 @functools.cache
 def by_stream(chosen: tuple[int, ...], streams: int, sets: int) -> Array:
     """The queries m whose output stream has chosen stored stream j; −1 fills the rows. -> (J,M+2)"""
-    table = np.full((streams, sets * len(chosen) + 2), -1)
-    for j in range(streams):
-        own = [m for m in range(sets * len(chosen)) if chosen[m % len(chosen)] == j]
-        table[j, : len(own)] = own
-    return table
+    own = [_queries_of(j, chosen, sets) for j in range(streams)]
+    return np.array([row + [-1] * (sets * len(chosen) + 2 - len(row)) for row in own])
 
 
 @functools.cache
@@ -72,9 +69,14 @@ def in_pairs(chosen: tuple[int, ...], sets: int) -> Array:
     """The queries m two by two that have chosen the same stored stream; −1 beside one that is left over. -> (·,2)"""
     pairs = []
     for stream in sorted(set(chosen)):
-        own = [m for m in range(sets * len(chosen)) if chosen[m % len(chosen)] == stream]
+        own = _queries_of(stream, chosen, sets)
         pairs += [own[n : n + 2] if n + 1 < len(own) else [own[n], -1] for n in range(0, len(own), 2)]
     return np.array(pairs)
+
+
+def _queries_of(stream: int, chosen: tuple[int, ...], sets: int) -> list[int]:
+    """The queries m of all sets whose output stream has chosen that stored stream."""
+    return [m for m in range(sets * len(chosen)) if chosen[m % len(chosen)] == stream]
 
 
 @compiled
@@ -172,11 +174,7 @@ def prefix_backward(
 def terms_of_states(key: tuple[int, ...], value: tuple[int, ...], streams: int, sets: int) -> Array:
     """The rows of the bank that make the gradient of stored stream j, filled to fours with the zero row. -> (J,·)"""
     asked = sets * len(key)
-    own = [
-        [m for m in range(asked) if value[m % len(value)] == j]
-        + [asked + m for m in range(asked) if key[m % len(key)] == j]
-        for j in range(streams)
-    ]
+    own = [_queries_of(j, value, sets) + [asked + m for m in _queries_of(j, key, sets)] for j in range(streams)]
     longest = -(-max(len(row) for row in own) // 4) * 4
     return np.array([row + [2 * asked] * (longest - len(row)) for row in own])
 

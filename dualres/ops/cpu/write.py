@@ -24,12 +24,13 @@ def write(updates: list[Tensor], coefficients: Tensor) -> Tensor:
         first_update.shape[-1],
         LIKE[live.dtype],
     )
-    share(lambda part, first, last: _forward(first, last, *arguments), tokens)
+    share(lambda part, first, last: _forward(first, last, arguments), tokens)
     return live
 
 
 @compiled
-def _forward(first: int, last: int, updates: Any, coefficients: Any, live: Any, width: int, like: Any) -> None:
+def _forward(first: int, last: int, arguments: Any) -> None:
+    updates, coefficients, live, width, like = arguments
     sums = np.empty((len(live), width), np.float32)
     for t in range(first, last):
         live_streams(sums, updates, coefficients, t, like)
@@ -51,22 +52,13 @@ def write_backward(d_live: Tensor, updates: list[Tensor], coefficients: Tensor) 
         d_live.shape[-1],
         LIKE[d_live.dtype],
     )
-    share(lambda part, first, last: _backward(first, last, *arguments), tokens)
+    share(lambda part, first, last: _backward(first, last, arguments), tokens)
     return [*d_updates, *([d_coefficients] if updates else [])]
 
 
 @compiled
-def _backward(
-    first: int,
-    last: int,
-    d_live: Any,
-    updates: Any,
-    coefficients: Any,
-    d_updates: Any,
-    d_coefficients: Any,
-    width: int,
-    like: Any,
-) -> None:
+def _backward(first: int, last: int, arguments: Any) -> None:
+    d_live, updates, coefficients, d_updates, d_coefficients, width, like = arguments
     row, given = np.empty(width, np.float32), np.empty((len(d_live), width), np.float32)
     for t in range(first, last):
         for j in range(len(d_live)):
