@@ -49,6 +49,7 @@ class Operator(ABC):
     unpacked = False  # whether the kernels take the fields of `takes` and `saves` one by one
 
     def __init__(self) -> None:
+        self.numbers = [name for name, kind in self.takes.__annotations__.items() if "Tensor" not in TYPES[kind]]
         backward_schema = f"({self.gradients}, {_schema(self.saves)}) -> Tensor[]"
         self.recorded: Any = torch.library.custom_op(
             f"dualres::{self.name}", self.run, mutates_args=(), schema=f"({_schema(self.takes)}) -> {self.returns}"
@@ -110,10 +111,8 @@ class Operator(ABC):
 
     def _likes(self, saved: Any, gradients: Sequence[Any]) -> list[Any]:
         """For each argument a tensor like its gradient, a list of them, or None without a gradient."""
-        arguments, constants = self.arguments(saved, gradients), self.constants(saved)
-        kinds = self.takes.__annotations__.items()
-        with_gradient = [name for name, kind in kinds if "Tensor" in TYPES[kind] and name not in constants]
-        return [getattr(arguments, name) if name in with_gradient else None for name in self.takes._fields]
+        arguments, without = self.arguments(saved, gradients), (*self.numbers, *self.constants(saved))
+        return [None if name in without else getattr(arguments, name) for name in self.takes._fields]
 
     def _empty_results(self, *arguments: Any) -> Any:
         empty = [result.like.new_empty(result.shape) for result in self.results(self.takes(*arguments))]
@@ -167,9 +166,9 @@ def _map_tensors(function: Callable[[str, Any], Any], given: Any) -> Any:
 
 def _for_kernel(name: str, tensor: Tensor | None) -> Tensor | None:
     """Streams contiguous, everything else float32 and contiguous."""
-    if tensor is None:
-        return None
-    return (tensor if name in STREAMS else tensor.to(torch.float32)).contiguous()
+    if tensor is None or name in STREAMS or tensor.dtype is torch.float32:
+        return tensor if tensor is None or tensor.is_contiguous() else tensor.contiguous()
+    return tensor.to(torch.float32).contiguous()
 
 
 class PrefixOperator(Operator):

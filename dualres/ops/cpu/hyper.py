@@ -11,7 +11,7 @@ from torch import Tensor
 from dualres.ops.arguments import HyperReadArguments
 from dualres.ops.cpu.compiler import compiled
 from dualres.ops.cpu.launch import LIKE, addresses, array, parts, share, tokenwise
-from dualres.ops.cpu.read import ABSENT, live_streams, norm_backward, sigmoid
+from dualres.ops.cpu.live import ABSENT, live_streams, norm_backward, sigmoid
 from dualres.ops.cpu.rows import (
     add,
     add_rows,

@@ -1,4 +1,7 @@
-"""Phase 2 on a CPU: live streams, merge, gates, branch input and norm of a token while its rows are in the cache."""
+"""The live streams on a CPU: what a branch reads (phase 2), and the state that they become.
+
+A read computes live streams, merge, gates, branch input and norm of a token while its rows are in the cache.
+"""
 # N tokens  D width  J stored streams  O output streams  K updates
 
 import math
@@ -17,6 +20,7 @@ from dualres.ops.cpu.rows import (
     add_to_two,
     blend,
     blend_with_dots,
+    dot,
     finish,
     inverse_norm,
     load,
@@ -24,6 +28,7 @@ from dualres.ops.cpu.rows import (
     normalize_backward,
     row_of,
     scaled,
+    store,
     sum_of_six,
     target,
     two_dots,
@@ -40,7 +45,7 @@ def read(given: ReadArguments) -> tuple[Tensor, Tensor]:
         partition.new_empty(len(given.updates) + 1, *partition.shape) if given.gates else partition.new_empty(0)
     )
     inputs, after = _arrays(given), tokenwise(next_coefficients, 2) if given.gates else ABSENT[3]
-    share(lambda part, first, last: _forward(first, last, inputs, h.data_ptr(), after), partition[0].numel())
+    share(lambda part, first, last: _read(first, last, inputs, h.data_ptr(), after), partition[0].numel())
     return h, next_coefficients
 
 
@@ -141,7 +146,7 @@ def _project(streams: Any, weight: Any) -> Any:
 
 
 @compiled
-def _forward(first: int, last: int, inputs: Any, output: int, next_coefficients: Any) -> None:
+def _read(first: int, last: int, inputs: Any, output: int, next_coefficients: Any) -> None:
     retrieved, partition, updates, coefficients, queries, key, value, gates, norm, width, eps, norm_eps, like = inputs
     _, _, _, _, _, _, rho, rho_scale, rho_bias = gates
     outputs, streams, count = len(retrieved), coefficients.shape[1], len(updates)
@@ -194,7 +199,7 @@ def read_backward(d_h: Tensor, d_next: Tensor, given: ReadArguments) -> list[Ten
         own = iter([array(d_parameter[part]) for d_parameter in partial])
         d_queries = ABSENT[2] if given.query is None else next(own)
         d_gates = _three([next(own) for _ in given.gates])
-        _backward(first, last, inputs, rows, d_queries, d_gates, ABSENT[1] if given.norm is None else next(own))
+        _read_backward(first, last, inputs, rows, d_queries, d_gates, ABSENT[1] if given.norm is None else next(own))
 
     share(work, tokens)
     live = [d_partition, *d_updates] if given.updates else []
@@ -216,7 +221,7 @@ def norm_backward(d_norm: Any, norm: Any, size: int) -> Any:
 
 
 @compiled
-def _backward(first: int, last: int, inputs: Any, rows: Any, d_queries: Any, d_gates: Any, d_norm: Any) -> None:
+def _read_backward(first: int, last: int, inputs: Any, rows: Any, d_queries: Any, d_gates: Any, d_norm: Any) -> None:
     retrieved, partition, updates, coefficients, queries, key, value, gates, norm, width, eps, norm_eps, like = inputs
     alpha, alpha_scale, _, beta, beta_scale, _, rho, rho_scale, rho_bias = gates
     d_output, d_next, d_retrieved, d_partition, d_updates, d_coefficients = rows
@@ -273,7 +278,7 @@ def _backward(first: int, last: int, inputs: Any, rows: Any, d_queries: Any, d_g
                 d_partition[o, t] = -d_score
                 slopes[o] = d_score * norms[o]
                 add(d_queries[o], slopes[o], live[key[o]])
-        keep, taken, kept = np.float32(1), np.float32(0), np.float32(0)
+        keep, taken, shrunk = np.float32(1), np.float32(0), np.float32(0)
         if len(rho) > 0:
             square, product = _project(live, rho[0])
             whole = inverse_norm(square, live.size, eps)
@@ -285,12 +290,12 @@ def _backward(first: int, last: int, inputs: Any, rows: Any, d_queries: Any, d_g
             d_rho_bias[0] += dz
             taken, ds, dm = gate_backward(dz, rho_scale[0], whole, product)
             d_rho_scale[0] += ds
-            kept = norm_backward(dm, whole, live.size)
+            shrunk = norm_backward(dm, whole, live.size)
             for j in range(2):
                 add(d_rho[0, j], taken, live[j])
         if count > 0:
             for j in range(streams):
-                itself = kept
+                itself = shrunk
                 for o in range(outputs):
                     valued[o] = rests[o] if value[o] == j else 0
                     keyed[o] = slopes[o] if key[o] == j else 0
@@ -309,3 +314,64 @@ def _backward(first: int, last: int, inputs: Any, rows: Any, d_queries: Any, d_g
                 for j in range(2):
                     carried = keep * d_next[k, j, t] + (1 - keep) * d_next[k, 1 - j, t]
                     d_coefficients[k, j, t] = carried + products[j]
+
+
+def write(updates: list[Tensor], coefficients: Tensor) -> Tensor:
+    """See `dualres.ops.autograd.write`."""
+    first_update, tokens = updates[0], coefficients[0, 0].numel()
+    live = first_update.new_empty(coefficients.shape[1], *first_update.shape)
+    arguments = (
+        addresses(updates),
+        tokenwise(coefficients, 2),
+        stream_addresses([live])[0],
+        first_update.shape[-1],
+        LIKE[live.dtype],
+    )
+    share(lambda part, first, last: _write(first, last, arguments), tokens)
+    return live
+
+
+@compiled
+def _write(first: int, last: int, arguments: Any) -> None:
+    updates, coefficients, live, width, like = arguments
+    sums = np.empty((len(live), width), np.float32)
+    for t in range(first, last):
+        live_streams(sums, updates, coefficients, t, like)
+        for j in range(len(live)):
+            store(row_of(live[j], t, width, like), sums[j])
+
+
+def write_backward(d_live: Tensor, updates: list[Tensor], coefficients: Tensor) -> list[Tensor]:
+    """See `dualres.ops.autograd.write_backward`."""
+    tokens = coefficients[0, 0].numel()
+    d_updates = [torch.empty_like(d_live[0]) for _ in coefficients]
+    d_coefficients = torch.empty_like(coefficients if updates else coefficients[:0])
+    arguments = (
+        stream_addresses([d_live])[0],
+        addresses(updates),
+        tokenwise(coefficients, 2),
+        addresses(d_updates),
+        tokenwise(d_coefficients, 2),
+        d_live.shape[-1],
+        LIKE[d_live.dtype],
+    )
+    share(lambda part, first, last: _write_backward(first, last, arguments), tokens)
+    return [*d_updates, *([d_coefficients] if updates else [])]
+
+
+@compiled
+def _write_backward(first: int, last: int, arguments: Any) -> None:
+    d_live, updates, coefficients, d_updates, d_coefficients, width, like = arguments
+    row, given = np.empty(width, np.float32), np.empty((len(d_live), width), np.float32)
+    for t in range(first, last):
+        for j in range(len(d_live)):
+            load(given[j], row_of(d_live[j], t, width, like))
+        for k in range(len(d_updates)):
+            if len(d_coefficients) > 0:
+                load(row, row_of(updates[k], t, width, like))
+                for j in range(len(d_live)):
+                    d_coefficients[k, j, t] = dot(row, given[j])
+            row[:] = 0
+            for j in range(len(d_live)):
+                add(row, coefficients[k, j, t], given[j])
+            store(row_of(d_updates[k], t, width, like), row)
