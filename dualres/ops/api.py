@@ -10,7 +10,17 @@ import torch
 from torch import Tensor
 
 from dualres.ops import autograd, checks, dispatch, reference
-from dualres.ops.arguments import GateLike, HyperReadArguments, Live, Norm, Prefix, ReadArguments, Route
+from dualres.ops.arguments import (
+    GateLike,
+    HyperReadArguments,
+    Live,
+    Norm,
+    Prefix,
+    PrefixArguments,
+    ReadArguments,
+    Route,
+    WriteArguments,
+)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -46,13 +56,11 @@ def prefix(history: Sequence[Tensor], queries: Tensor, *, route: Route, eps: flo
 
     history R × (J,B,T,D), queries (U,O,D) -> one `Prefix` per query set
     """
-    _nonempty("history", history)
-    if dispatch.kind(history[0]) == "reference":
-        checks.prefix(history, queries, *route, exact=False)
+    if dispatch.kind(_first("history", history)) == "reference":
+        checks.prefix(history, queries, *route)
         return Equations.prefix(history, queries, route=route, eps=eps)
-    run = autograd.prefix if _recorded(history[0]) else autograd.run_prefix
-    found = run(_contiguous(history), _float32(queries), list(route.key), list(route.value), eps)
-    sets = len(queries)
+    given = PrefixArguments(list(history), queries, list(route.key), list(route.value), eps)
+    found, sets = autograd.prefix(given), len(queries)
     return tuple(map(Prefix, found[:sets], found[sets : 2 * sets]))
 
 
@@ -69,10 +77,9 @@ def read(
         raise ValueError("live.coefficients require a gradient, and a read without gates takes them as constants")
     given = _read_arguments(prefix, live, query, (), route, eps, norm)
     if dispatch.kind(prefix.retrieved) == "reference":
-        checks.read(given, exact=False)
+        checks.read(given)
         return Equations.read(prefix, live, query=query, route=route, eps=eps, norm=norm)
-    run = autograd.read if _recorded(prefix.retrieved) else autograd.run_read
-    return run(*_fit_for_kernel(given))[0]
+    return autograd.read(given)[0]
 
 
 def gated_read(
@@ -91,10 +98,9 @@ def gated_read(
     """
     given = _read_arguments(prefix, live, query, gates, route, eps, norm)
     if dispatch.kind(prefix.retrieved) == "reference":
-        checks.read(given, exact=False)
+        checks.read(given)
         return Equations.gated_read(prefix, live, query=query, gates=gates, route=route, eps=eps, norm=norm)
-    run = autograd.read if _recorded(prefix.retrieved) else autograd.run_read
-    h, next_coefficients = run(*_fit_for_kernel(given))
+    h, next_coefficients = autograd.read(given)
     return h, Live(live.updates if live else (), next_coefficients)
 
 
@@ -105,31 +111,22 @@ def hyper_read(
 
     gates H_pre, H_post, H_res -> (B,T,D), live streams that wait for the branch's output
     """
-    _nonempty("live.updates", live.updates)
     weight, norm_eps = (None, 0.0) if norm is None else norm
     given = HyperReadArguments(list(live.updates), live.coefficients, _flat(gates), weight, steps, eps, norm_eps)
-    if dispatch.kind(live.updates[0]) == "reference":
-        checks.hyper_read(given, exact=False)
+    if dispatch.kind(_first("live.updates", live.updates)) == "reference":
+        checks.hyper_read(given)
         return Equations.hyper_read(live, gates=gates, steps=steps, eps=eps, norm=norm)
-    fit = given._replace(
-        updates=_contiguous(given.updates),
-        coefficients=_float32(given.coefficients),
-        gates=[_float32(parameter) for parameter in given.gates],
-        norm=None if weight is None else _float32(weight),
-    )
-    run = autograd.hyper_read if _recorded(live.updates[0]) else autograd.run_hyper_read
-    h, next_coefficients = run(*fit)
+    h, next_coefficients = autograd.hyper_read(given)
     return h, Live(live.updates, next_coefficients)
 
 
 def write(live: Live) -> Tensor:
     """The live streams P^j = Σ_k C_k^j u_k as a state. -> (J,B,T,D)"""
-    _nonempty("live.updates", live.updates)
-    if dispatch.kind(live.updates[0]) == "reference":
-        checks.write(*live, exact=False)
+    given = WriteArguments(list(live.updates), live.coefficients)
+    if dispatch.kind(_first("live.updates", live.updates)) == "reference":
+        checks.write(given)
         return Equations.write(live)
-    run = autograd.write if _recorded(live.updates[0]) else autograd.run_write
-    return run(_contiguous(live.updates), _float32(live.coefficients))
+    return autograd.write(given)
 
 
 def rms_norm(stream: Tensor, norm: Norm | None) -> Tensor:
@@ -147,7 +144,7 @@ def rms_norm(stream: Tensor, norm: Norm | None) -> Tensor:
 @no_autocast
 def depth_weights(candidates: Sequence[Tensor], queries: Tensor, *, route: Route, eps: float) -> Tensor:
     """`reference.depth_weights`."""
-    checks.prefix(candidates, queries, *route, exact=False, name="candidates")
+    checks.prefix(candidates, queries, *route, name="candidates")
     return reference.depth_weights(candidates, queries, route, eps)
 
 
@@ -156,11 +153,6 @@ def gate_logits(streams: Tensor, gate: GateLike, eps: float) -> Tensor:
     """`reference.gate_logits`."""
     checks.gate_logits(streams, _flat([gate]))
     return reference.gate_logits(streams, gate, eps)
-
-
-def _recorded(tensor: Tensor) -> bool:
-    """Whether there may be a gradient or a graph to record; kernels are called directly where there is neither."""
-    return torch.is_grad_enabled() or torch.compiler.is_compiling() or type(tensor) is not Tensor
 
 
 def _read_arguments(
@@ -179,35 +171,14 @@ def _read_arguments(
     return ReadArguments(*prefix, updates, coefficients, query, _flat(gates), weight, key, value, eps, norm_eps)
 
 
-def _fit_for_kernel(given: ReadArguments) -> ReadArguments:
-    """Streams contiguous, everything else float32 and contiguous."""
-    return given._replace(
-        retrieved=given.retrieved.contiguous(),
-        log_partition=_float32(given.log_partition),
-        updates=_contiguous(given.updates),
-        coefficients=None if given.coefficients is None else _float32(given.coefficients),
-        query=None if given.query is None else _float32(given.query),
-        gates=[_float32(gate) for gate in given.gates],
-        norm=None if given.norm is None else _float32(given.norm),
-    )
-
-
 def _flat(gates: Sequence[GateLike]) -> list[Tensor]:
     return [parameter for gate in gates for parameter in (gate.weight, gate.scale, gate.bias)]
 
 
-def _contiguous(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [tensor.contiguous() for tensor in tensors]
-
-
-def _float32(tensor: Tensor) -> Tensor:
-    fits = tensor.dtype is torch.float32 and tensor.is_contiguous()
-    return tensor if fits else tensor.to(torch.float32).contiguous()
-
-
-def _nonempty(name: str, tensors: Sequence[Tensor]) -> None:
+def _first(name: str, tensors: Sequence[Tensor]) -> Tensor:
     if len(tensors) == 0:
         raise ValueError(f"{name} is empty: give at least one tensor")
+    return tensors[0]
 
 
 def _device(args: Sequence[object], function: Callable[..., object]) -> str:

@@ -1,5 +1,5 @@
 """What the operators take: the bundles of the API, and the flat argument lists of the fused operators."""
-# B batch  T tokens  D width  J stored streams  O output streams  K updates  G gate values
+# B batch  T tokens  D width  J stored streams  O output streams  R history  U query sets  K updates  G gate values
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
@@ -57,10 +57,29 @@ class Norm(NamedTuple):
     eps: float
 
 
-READ = (
-    "Tensor retrieved, Tensor log_partition, Tensor[] updates, Tensor? coefficients, Tensor? query, Tensor[] gates, "
-    "Tensor? norm, int[] key, int[] value, float eps, float norm_eps"
-)
+STREAMS = ("history", "retrieved", "updates")  # arguments in the dtype of the streams; all other tensors are float32
+
+
+class PrefixArguments(NamedTuple):
+    """Of the fused prefix."""
+
+    history: list[Tensor]  # R × (J,B,T,D)
+    queries: Tensor  # (U,O,D)
+    key: list[int]
+    value: list[int]
+    eps: float
+
+
+class SavedPrefix(NamedTuple):
+    """What the backward pass of the fused prefix needs."""
+
+    history: list[Tensor]  # R × (J,B,T,D)
+    queries: Tensor  # (U,O,D)
+    log_partition: list[Tensor]  # U × (O,B,T)
+    logits: Tensor  # (R,U,O,B,T)
+    norms: Tensor  # (R,J,B,T)
+    key: list[int]
+    value: list[int]
 
 
 class ReadArguments(NamedTuple):
@@ -79,9 +98,6 @@ class ReadArguments(NamedTuple):
     norm_eps: float
 
 
-HYPER_READ = "Tensor[] updates, Tensor coefficients, Tensor[] gates, Tensor? norm, int steps, float eps, float norm_eps"
-
-
 class HyperReadArguments(NamedTuple):
     """Of the fused read of mHC."""
 
@@ -92,3 +108,18 @@ class HyperReadArguments(NamedTuple):
     steps: int
     eps: float
     norm_eps: float
+
+
+class WriteArguments(NamedTuple):
+    """Of the fused write."""
+
+    updates: list[Tensor]  # K × (B,T,D)
+    coefficients: Tensor  # (K,J,B,T)
+
+
+class Result(NamedTuple):
+    """What an operator returns: a new tensor of that shape, with the dtype and device of `like`."""
+
+    name: str
+    shape: Sequence[int]
+    like: Tensor

@@ -1,267 +1,273 @@
 """The fused operators as PyTorch operators: schema, shapes, gradient. `dispatch` picks the kernels that run them.
 
-`run_*` checks its arguments and calls a kernel; the operator around it adds the gradient. An operator saves for the
-backward pass what it was given (states, updates, parameters) and token-wise numbers, nothing else of a stream's size;
-the backward kernels recompute the rest. Parameters arrive in float32, streams in the dtype they are stored in.
-A backward operator returns the gradients of its tensors in the order of the arguments, absent ones left out.
+An operator saves for the backward pass what it was given (states, updates, parameters) and token-wise numbers, nothing
+else of a stream's size; the backward kernels recompute the rest. Parameters arrive in float32, streams in the dtype
+they are stored in.
 """
 # B batch  T tokens  D width  J stored streams  O output streams  R history  U query sets  K updates
 
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dualres.ops import checks, dispatch
-from dualres.ops.arguments import HYPER_READ, READ, HyperReadArguments, ReadArguments
+from dualres.ops.arguments import (
+    STREAMS,
+    HyperReadArguments,
+    PrefixArguments,
+    ReadArguments,
+    Result,
+    SavedPrefix,
+    WriteArguments,
+)
+
+TYPES = {  # of arguments, as a schema names them
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    list[Tensor]: "Tensor[]",
+    list[int]: "int[]",
+    int: "int",
+    float: "float",
+}
 
 
-def run_prefix(history: list[Tensor], queries: Tensor, key: list[int], value: list[int], eps: float) -> list[Tensor]:
+class Operator(ABC):
+    """A fused operator and its backward operator, registered with PyTorch.
+
+    The backward operator takes the gradients of the results, then what was saved. It returns the gradients of the
+    argument tensors in their order, without those that are constants.
+    """
+
+    name: str
+    takes: Any  # the class of its arguments
+    saves: Any  # the class of what is saved
+    returns: str
+    gradients: str  # of the results, as the backward operator takes them
+    unpacked = False  # whether the kernels take the fields of `takes` and `saves` one by one
+
+    def __init__(self) -> None:
+        self.numbers = [name for name, kind in self.takes.__annotations__.items() if "Tensor" not in TYPES[kind]]
+        backward_schema = f"({self.gradients}, {_schema(self.saves)}) -> Tensor[]"
+        self.recorded: Any = torch.library.custom_op(
+            f"dualres::{self.name}", self.run, mutates_args=(), schema=f"({_schema(self.takes)}) -> {self.returns}"
+        )
+        self.backward: Any = torch.library.custom_op(
+            f"dualres::{self.name}_backward", self.run_backward, mutates_args=(), schema=backward_schema
+        )
+        self.recorded.register_fake(self._empty_results)
+        self.backward.register_fake(self._empty_gradients)
+        self.recorded.register_autograd(self._gradient, setup_context=self._save)
+
+    def __call__(self, given: Any) -> Any:
+        """Of any layout, parameters of any dtype. Without a gradient or a graph to record, the kernel runs directly."""
+        recorded = torch.is_grad_enabled() or torch.compiler.is_compiling() or type(_first(given)) is not Tensor
+        return (self.recorded if recorded else self.run)(*_map_tensors(_for_kernel, given))
+
+    @abstractmethod
+    def results(self, given: Any) -> list[Result]:
+        """What the operator returns for these arguments, which are checked."""
+
+    def saved(self, given: Any, output: Any) -> Any:
+        """What the backward operator needs beside gradients: the arguments, unless a subclass says otherwise."""
+        return given
+
+    def incoming(self, saved: Any, gradients: Any) -> Sequence[Any]:
+        """The gradients as the backward operator takes them, from those of all results."""
+        return [gradient.contiguous() for gradient in gradients]
+
+    def arguments(self, saved: Any, gradients: Sequence[Any]) -> Any:
+        """The operator's arguments, or tensors like them, as far as they may have a gradient."""
+        return saved
+
+    def constants(self, saved: Any) -> Sequence[str]:
+        """The tensors among the arguments that have no gradient."""
+        return ()
+
+    def check_backward(self, saved: Any, gradients: Sequence[Any]) -> None:
+        """What the backward operator takes: valid arguments, and gradients like the results."""
+        checks.like_results("d_", gradients, self.results(self.arguments(saved, gradients)))
+
+    def run(self, *arguments: Any) -> Any:
+        """Check the arguments and call the kernel, which records no gradient."""
+        given = self.takes(*arguments)
+        self.results(given)
+        kernel = getattr(dispatch.kernels(_first(given)), self.name)
+        return kernel(*given) if self.unpacked else kernel(given)
+
+    def run_backward(self, *arguments: Any) -> list[Tensor]:
+        """Check the arguments and call the backward kernel."""
+        saved, gradients = self._split(arguments)
+        self.check_backward(saved, gradients)
+        kernel = getattr(dispatch.kernels(_first(gradients)), f"{self.name}_backward")
+        return kernel(*gradients, *saved) if self.unpacked else kernel(*gradients, saved)
+
+    def _split(self, arguments: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
+        """What was saved, and the gradients, which the backward operator takes before it."""
+        count = len(arguments) - len(self.saves._fields)
+        return self.saves(*arguments[count:]), arguments[:count]
+
+    def _likes(self, saved: Any, gradients: Sequence[Any]) -> list[Any]:
+        """For each argument a tensor like its gradient, a list of them, or None without a gradient."""
+        arguments, without = self.arguments(saved, gradients), (*self.numbers, *self.constants(saved))
+        return [None if name in without else getattr(arguments, name) for name in self.takes._fields]
+
+    def _empty_results(self, *arguments: Any) -> Any:
+        empty = [result.like.new_empty(result.shape) for result in self.results(self.takes(*arguments))]
+        return empty if self.returns == "Tensor[]" else empty[0] if self.returns == "Tensor" else tuple(empty)
+
+    def _empty_gradients(self, *arguments: Any) -> list[Tensor]:
+        saved, gradients = self._split(arguments)
+        self.check_backward(saved, gradients)
+        likes = [tensor for like in self._likes(saved, gradients) for tensor in _listed(like)]
+        return [tensor.new_empty(tensor.shape) for tensor in likes if tensor is not None]
+
+    def _save(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        tensors: list[Tensor | None] = []
+        ctx.others = _map_tensors(lambda _, tensor: tensors.append(tensor), self.saved(self.takes(*inputs), output))
+        ctx.save_for_backward(*tensors)
+
+    def _gradient(self, ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+        tensors = iter(ctx.saved_tensors)
+        saved = _map_tensors(lambda *_: next(tensors), ctx.others)
+        incoming = self.incoming(saved, gradients)
+        found = iter(self.backward(*incoming, *saved))
+
+        def taken(like: Any) -> Any:
+            return [taken(one) for one in like] if isinstance(like, list) else None if like is None else next(found)
+
+        return tuple(taken(like) for like in self._likes(saved, incoming))
+
+
+def _schema(arguments: Any) -> str:
+    return ", ".join(f"{TYPES[kind]} {name}" for name, kind in arguments.__annotations__.items())
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _first(values: Sequence[Any]) -> Tensor:
+    return _listed(values[0])[0]
+
+
+def _map_tensors(function: Callable[[str, Any], Any], given: Any) -> Any:
+    """`given` with function(name, tensor) in place of each tensor, and of each None where a tensor is absent."""
+
+    def mapped(name: str, value: Any) -> Any:
+        if isinstance(value, list):
+            return [mapped(name, one) for one in value]
+        return function(name, value) if value is None or isinstance(value, Tensor) else value
+
+    return type(given)(*map(mapped, given._fields, given))
+
+
+def _for_kernel(name: str, tensor: Tensor | None) -> Tensor | None:
+    """Streams contiguous, everything else float32 and contiguous."""
+    if tensor is None or name in STREAMS or tensor.dtype is torch.float32:
+        return tensor if tensor is None or tensor.is_contiguous() else tensor.contiguous()
+    return tensor.to(torch.float32).contiguous()
+
+
+class PrefixOperator(Operator):
     """`reference.prefix`, and what its backward needs.
 
     -> retrieved U × (O,B,T,D), log-partition U × (O,B,T), logits (R,U,O,B,T), inverse norms (R,J,B,T)
     """
-    checks.prefix(history, queries, key, value, exact=True)
-    return dispatch.kernels(queries).prefix(history, queries, key, value, eps)
+
+    name, takes, saves, unpacked = "prefix", PrefixArguments, SavedPrefix, True
+    returns, gradients = "Tensor[]", "Tensor[] d_retrieved, Tensor[] d_log_partition"
+
+    def results(self, given: PrefixArguments | SavedPrefix) -> list[Result]:
+        history, queries = given.history, given.queries
+        checks.prefix(history, queries, given.key, given.value)
+        checks.kernel_inputs(given)
+        state, (sets, outputs, width) = history[0], queries.shape
+        streams, *tokens, _ = state.shape
+        return [
+            *[Result("retrieved", (outputs, *tokens, width), state)] * sets,
+            *[Result("log_partition", (outputs, *tokens), queries)] * sets,
+            Result("logits", (len(history), sets, outputs, *tokens), queries),
+            Result("norms", (len(history), streams, *tokens), queries),
+        ]
+
+    def saved(self, given: PrefixArguments, output: list[Tensor]) -> SavedPrefix:
+        history, queries, key, value, _ = given
+        *_, logits, norms = output
+        return SavedPrefix(history, queries, output[len(queries) : -2], logits, norms, key, value)
+
+    def incoming(self, saved: SavedPrefix, gradients: Any) -> Sequence[Any]:
+        found, sets = super().incoming(saved, gradients[0]), len(saved.queries)
+        return found[:sets], found[sets : 2 * sets]
+
+    def check_backward(self, saved: SavedPrefix, gradients: Sequence[Any]) -> None:
+        results, sets = self.results(saved), len(saved.queries)
+        checks.like_results("d_", [*gradients[0], *gradients[1]], results[: 2 * sets])
+        checks.like_results("", [*saved.log_partition, saved.logits, saved.norms], results[sets:])
 
 
-prefix = torch.library.custom_op("dualres::prefix", run_prefix, mutates_args=())
-
-
-@prefix.register_fake
-def _(history: list[Tensor], queries: Tensor, key: list[int], value: list[int], eps: float) -> list[Tensor]:
-    checks.prefix(history, queries, key, value, exact=True)
-    state, (sets, outputs, width) = history[0], queries.shape
-    tokens = state.shape[1:-1]
-    retrieved = [state.new_empty(outputs, *tokens, width) for _ in range(sets)]
-    log_partition = [queries.new_empty(outputs, *tokens) for _ in range(sets)]
-    logits = queries.new_empty(len(history), sets, outputs, *tokens)
-    return [*retrieved, *log_partition, logits, queries.new_empty(len(history), len(state), *tokens)]
-
-
-@torch.library.custom_op("dualres::prefix_backward", mutates_args=())
-def prefix_backward(
-    d_retrieved: list[Tensor],
-    d_log_partition: list[Tensor],
-    history: list[Tensor],
-    queries: Tensor,
-    log_partition: list[Tensor],
-    logits: Tensor,
-    norms: Tensor,
-    key: list[int],
-    value: list[int],
-) -> list[Tensor]:
-    """The gradients of `prefix`. -> history R × (J,B,T,D), queries (U,O,D)"""
-    given = (d_retrieved, d_log_partition, history, queries, log_partition, logits, norms, key, value)
-    checks.prefix_backward(*given)
-    return dispatch.kernels(queries).prefix_backward(*given)
-
-
-@prefix_backward.register_fake
-def _(*given: Any) -> list[Tensor]:
-    checks.prefix_backward(*given)
-    _, _, history, queries, *_ = given
-    return [*(_like(state) for state in history), _like(queries)]
-
-
-def _save_prefix(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    history, queries, ctx.key, ctx.value, _ = inputs
-    ctx.states, ctx.sets = len(history), len(queries)
-    ctx.save_for_backward(*history, queries, *output[ctx.sets :])
-
-
-def _prefix_gradient(ctx: Any, gradients: list[Tensor]) -> tuple[Any, ...]:
-    saved = iter(ctx.saved_tensors)
-    history, queries = _take(saved, ctx.states), next(saved)
-    log_partition, logits, norms = _take(saved, ctx.sets), next(saved), next(saved)
-    d_retrieved = [gradient.contiguous() for gradient in gradients[: ctx.sets]]
-    d_log_partition = [gradient.contiguous() for gradient in gradients[ctx.sets : 2 * ctx.sets]]
-    key, value = list(ctx.key), list(ctx.value)
-    found = prefix_backward(d_retrieved, d_log_partition, history, queries, log_partition, logits, norms, key, value)
-    return found[:-1], found[-1], None, None, None
-
-
-prefix.register_autograd(_prefix_gradient, setup_context=_save_prefix)
-
-
-def run_read(*arguments: Any) -> tuple[Tensor, Tensor]:
+class ReadOperator(Operator):
     """`reference.gated_read`, and `reference.read` where there are no gates and so no coefficients to return.
 
-    `ReadArguments` -> (B,T,D), (K+1,2,B,T) or (0,)
+    -> (B,T,D), (K+1,2,B,T) or (0,)
     """
-    given = ReadArguments(*arguments)
-    checks.read(given, exact=True)
-    return dispatch.kernels(given.retrieved).read(given)
+
+    name, takes, saves = "read", ReadArguments, ReadArguments
+    returns, gradients = "(Tensor, Tensor)", "Tensor d_h, Tensor d_next_coefficients"
+
+    def results(self, given: ReadArguments) -> list[Result]:
+        checks.read(given)
+        checks.kernel_inputs(given)
+        shape = (len(given.updates) + 1, *given.log_partition.shape) if given.gates else (0,)
+        return [
+            Result("h", given.retrieved.shape[1:], given.retrieved),
+            Result("next_coefficients", shape, given.log_partition),
+        ]
+
+    def constants(self, saved: ReadArguments) -> Sequence[str]:
+        return (*(() if saved.updates else ("log_partition",)), *(() if saved.gates else ("coefficients",)))
 
 
-read = torch.library.custom_op("dualres::read", run_read, mutates_args=(), schema=f"({READ}) -> (Tensor, Tensor)")
+class HyperReadOperator(Operator):
+    """`reference.hyper_read`. -> (B,T,D), (K+1,J,B,T)"""
+
+    name, takes, saves = "hyper_read", HyperReadArguments, HyperReadArguments
+    returns, gradients = "(Tensor, Tensor)", "Tensor d_h, Tensor d_next_coefficients"
+
+    def results(self, given: HyperReadArguments) -> list[Result]:
+        checks.hyper_read(given)
+        checks.kernel_inputs(given)
+        update, coefficients = given.updates[0], given.coefficients
+        shape = (len(given.updates) + 1, *coefficients.shape[1:])
+        return [Result("h", update.shape, update), Result("next_coefficients", shape, coefficients)]
 
 
-@read.register_fake
-def _(*arguments: Any) -> tuple[Tensor, Tensor]:
-    given = ReadArguments(*arguments)
-    checks.read(given, exact=True)
-    shape = (len(given.updates) + 1, *given.log_partition.shape) if given.gates else (0,)
-    return given.retrieved.new_empty(given.retrieved.shape[1:]), given.log_partition.new_empty(shape)
-
-
-@torch.library.custom_op(
-    "dualres::read_backward", mutates_args=(), schema=f"(Tensor d_h, Tensor d_next_coefficients, {READ}) -> Tensor[]"
-)
-def read_backward(d_h: Tensor, d_next_coefficients: Tensor, *arguments: Any) -> list[Tensor]:
-    """The gradients of `read`: of retrieved; with a live state of log-partition, updates, coefficients (only with
-    gates: without they are constants) and query; of the gates; of the norm."""
-    given = ReadArguments(*arguments)
-    checks.read_backward(d_h, d_next_coefficients, given, exact=True)
-    return dispatch.kernels(d_h).read_backward(d_h, d_next_coefficients, given)
-
-
-@read_backward.register_fake
-def _(d_h: Tensor, d_next_coefficients: Tensor, *arguments: Any) -> list[Tensor]:
-    given = ReadArguments(*arguments)
-    checks.read_backward(d_h, d_next_coefficients, given, exact=True)
-    learned = given.coefficients if given.gates else None
-    live = [given.log_partition, *given.updates, learned, given.query] if given.updates else []
-    return [_like(tensor) for tensor in (given.retrieved, *live, *given.gates, given.norm) if tensor is not None]
-
-
-def _save_read(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    given = ReadArguments(*inputs)
-    ctx.updates, ctx.gates, ctx.numbers = len(given.updates), len(given.gates), given[7:]
-    optional = given.coefficients, given.query, given.norm
-    ctx.present = [tensor is not None for tensor in optional]
-    present = [tensor for tensor in optional if tensor is not None]
-    ctx.save_for_backward(given.retrieved, given.log_partition, *given.updates, *given.gates, *present)
-
-
-def _read_gradient(ctx: Any, d_h: Tensor, d_next_coefficients: Tensor) -> tuple[Any, ...]:
-    saved = iter(ctx.saved_tensors)
-    retrieved, log_partition = next(saved), next(saved)
-    updates, gates = _take(saved, ctx.updates), _take(saved, ctx.gates)
-    coefficients, query, norm = (next(saved) if present else None for present in ctx.present)
-    key, value, *eps = ctx.numbers
-    given = (retrieved, log_partition, updates, coefficients, query, gates, norm, list(key), list(value), *eps)
-    found = iter(read_backward(d_h.contiguous(), d_next_coefficients.contiguous(), *given))
-    d_retrieved, d_log_partition, d_coefficients, d_query = next(found), None, None, None
-    d_updates: list[Tensor] = []
-    if updates:
-        d_log_partition, d_updates = next(found), _take(found, ctx.updates)
-        d_coefficients = next(found) if gates else None
-        d_query = next(found)
-    d_gates = _take(found, ctx.gates)
-    d_norm = next(found) if norm is not None else None
-    gradients = (d_retrieved, d_log_partition, d_updates, d_coefficients, d_query, d_gates, d_norm)
-    return *gradients, None, None, None, None
-
-
-read.register_autograd(_read_gradient, setup_context=_save_read)
-
-
-def run_hyper_read(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """`reference.hyper_read`. `HyperReadArguments` -> (B,T,D), (K+1,J,B,T)"""
-    given = HyperReadArguments(*arguments)
-    checks.hyper_read(given, exact=True)
-    return dispatch.kernels(given.coefficients).hyper_read(given)
-
-
-hyper_read = torch.library.custom_op(
-    "dualres::hyper_read", run_hyper_read, mutates_args=(), schema=f"({HYPER_READ}) -> (Tensor, Tensor)"
-)
-
-
-@hyper_read.register_fake
-def _(*arguments: Any) -> tuple[Tensor, Tensor]:
-    checks.hyper_read(HyperReadArguments(*arguments), exact=True)
-    updates, coefficients, *_ = arguments
-    return _like(updates[0]), coefficients.new_empty(len(updates) + 1, *coefficients.shape[1:])
-
-
-@torch.library.custom_op(
-    "dualres::hyper_read_backward",
-    mutates_args=(),
-    schema=f"(Tensor d_h, Tensor d_next_coefficients, {HYPER_READ}) -> Tensor[]",
-)
-def hyper_read_backward(d_h: Tensor, d_next_coefficients: Tensor, *arguments: Any) -> list[Tensor]:
-    """The gradients of `hyper_read`: of updates, coefficients, gates, norm."""
-    given = HyperReadArguments(*arguments)
-    checks.hyper_read_backward(d_h, d_next_coefficients, given, exact=True)
-    return dispatch.kernels(d_h).hyper_read_backward(d_h, d_next_coefficients, given)
-
-
-@hyper_read_backward.register_fake
-def _(d_h: Tensor, d_next_coefficients: Tensor, *arguments: Any) -> list[Tensor]:
-    checks.hyper_read_backward(d_h, d_next_coefficients, HyperReadArguments(*arguments), exact=True)
-    updates, coefficients, gates, norm, *_ = arguments
-    return [_like(tensor) for tensor in (*updates, coefficients, *gates, norm) if tensor is not None]
-
-
-def _save_hyper_read(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    updates, coefficients, gates, norm, *ctx.numbers = inputs
-    ctx.updates, ctx.gates, ctx.has_norm = len(updates), len(gates), norm is not None
-    ctx.save_for_backward(*updates, coefficients, *gates, *([norm] if ctx.has_norm else []))
-
-
-def _hyper_read_gradient(ctx: Any, d_h: Tensor, d_next_coefficients: Tensor) -> tuple[Any, ...]:
-    saved = iter(ctx.saved_tensors)
-    updates, coefficients, gates = _take(saved, ctx.updates), next(saved), _take(saved, ctx.gates)
-    given = (updates, coefficients, gates, next(saved) if ctx.has_norm else None, *ctx.numbers)
-    found = iter(hyper_read_backward(d_h.contiguous(), d_next_coefficients.contiguous(), *given))
-    d_updates, d_coefficients, d_gates = _take(found, ctx.updates), next(found), _take(found, ctx.gates)
-    return d_updates, d_coefficients, d_gates, next(found) if ctx.has_norm else None, None, None, None
-
-
-hyper_read.register_autograd(_hyper_read_gradient, setup_context=_save_hyper_read)
-
-
-def run_write(updates: list[Tensor], coefficients: Tensor) -> Tensor:
+class WriteOperator(Operator):
     """`reference.write`. -> (J,B,T,D)"""
-    checks.write(updates, coefficients, exact=True)
-    return dispatch.kernels(coefficients).write(updates, coefficients)
+
+    name, takes, saves, unpacked = "write", WriteArguments, WriteArguments, True
+    returns, gradients = "Tensor", "Tensor d_live"
+
+    def results(self, given: WriteArguments) -> list[Result]:
+        checks.write(given)
+        checks.kernel_inputs(given)
+        update = given.updates[0]
+        return [Result("live", (given.coefficients.shape[1], *update.shape), update)]
+
+    def saved(self, given: WriteArguments, output: Tensor) -> WriteArguments:
+        """The updates only for the gradient of the coefficients."""
+        return given if given.coefficients.requires_grad else given._replace(updates=[])
+
+    def arguments(self, saved: WriteArguments, gradients: Sequence[Any]) -> WriteArguments:
+        if saved.updates:
+            return saved
+        checks.streams("d_live", gradients, 2)
+        return saved._replace(updates=[gradients[0][0]] * saved.coefficients.shape[0])
+
+    def constants(self, saved: WriteArguments) -> Sequence[str]:
+        return () if saved.updates else ("coefficients",)
 
 
-write = torch.library.custom_op("dualres::write", run_write, mutates_args=())
-
-
-@write.register_fake
-def _(updates: list[Tensor], coefficients: Tensor) -> Tensor:
-    checks.write(updates, coefficients, exact=True)
-    return updates[0].new_empty(coefficients.shape[1], *updates[0].shape)
-
-
-@torch.library.custom_op("dualres::write_backward", mutates_args=())
-def write_backward(d_live: Tensor, updates: list[Tensor], coefficients: Tensor) -> list[Tensor]:
-    """The gradients of `write`: of updates and, if those are given, of coefficients."""
-    checks.write_backward(d_live, updates, coefficients, exact=True)
-    return dispatch.kernels(coefficients).write_backward(d_live, updates, coefficients)
-
-
-@write_backward.register_fake
-def _(d_live: Tensor, updates: list[Tensor], coefficients: Tensor) -> list[Tensor]:
-    checks.write_backward(d_live, updates, coefficients, exact=True)
-    d_updates = [_like(d_live[0]) for _ in coefficients]
-    return [*d_updates, *([_like(coefficients)] if updates else [])]
-
-
-def _save_write(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    updates, coefficients = inputs
-    ctx.learned = coefficients.requires_grad
-    ctx.save_for_backward(*(updates if ctx.learned else ()), coefficients)
-
-
-def _write_gradient(ctx: Any, d_live: Tensor) -> tuple[Any, ...]:
-    *updates, coefficients = ctx.saved_tensors
-    found = write_backward(d_live.contiguous(), updates, coefficients)
-    return found[: len(coefficients)], found[-1] if ctx.learned else None
-
-
-write.register_autograd(_write_gradient, setup_context=_save_write)
-
-
-def _take(tensors: Iterator[Tensor], count: int) -> list[Tensor]:
-    return [next(tensors) for _ in range(count)]
-
-
-def _like(tensor: Tensor) -> Tensor:
-    """A new contiguous tensor of the same shape, dtype and device."""
-    return tensor.new_empty(tensor.shape)
+prefix, read, hyper_read, write = PrefixOperator(), ReadOperator(), HyperReadOperator(), WriteOperator()

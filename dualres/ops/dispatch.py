@@ -10,7 +10,7 @@ import importlib.util
 import os
 import warnings
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from torch.autograd import forward_ad
 from dualres.ops import checks
 
 Kind = Literal["reference", "cpu", "triton"]
-KINDS = ("reference", "cpu", "triton")
+KINDS = get_args(Kind)
 BY_DEVICE: dict[str, Kind] = {"cpu": "cpu", "cuda": "triton"}  # ROCm calls its devices cuda, too
 PACKAGES: dict[Kind, str] = {"cpu": "numba", "triton": "triton"}
 INTERPRETED = ("1", "true", "on")  # values of TRITON_INTERPRET that Triton takes for a yes
@@ -33,31 +33,16 @@ def _installed(kind: Kind) -> bool:
 INSTALLED = {kind: _installed(kind) for kind in PACKAGES}
 
 
-def forced() -> Kind | None:
-    """What DUALRES_OPS asks for, if anything."""
-    asked = os.environ.get("DUALRES_OPS") or None
-    if asked is not None and asked not in KINDS:
-        raise ValueError(f"DUALRES_OPS={asked!r} is unknown: use one of {', '.join(KINDS)}, or leave it unset")
-    return asked  # type: ignore[return-value]
-
-
-FORCED = forced()
+FORCED: Any = os.environ.get("DUALRES_OPS") or None
+if FORCED not in (None, *KINDS):
+    raise ValueError(f"DUALRES_OPS={FORCED!r} is unknown: use one of {', '.join(KINDS)}, or leave it unset")
 
 
 def kind(tensor: Tensor) -> Kind:
     """The operators that `tensor` takes: kernels for its device, or the equations where there are none for it."""
     if tensor.dtype not in checks.DTYPES or tensor.device.type == "meta" or transformed():
         return "reference"  # float64, shapes without numbers, derivatives that no kernel has
-    found = FORCED or BY_DEVICE.get(tensor.device.type, "reference")
-    if found == "triton" and tensor.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") not in INTERPRETED:
-        raise RuntimeError(
-            "DUALRES_OPS=triton on a CPU needs Triton's interpreter, which is slow and for tests: "
-            "set TRITON_INTERPRET=1, too, or leave DUALRES_OPS unset"
-        )
-    if found == "cpu" and tensor.device.type != "cpu":
-        raise RuntimeError(
-            f"DUALRES_OPS=cpu is for CPUs, and the tensors are on {tensor.device}: leave DUALRES_OPS unset"
-        )
+    found = _for_device(tensor)
     if found == "reference" or INSTALLED[found]:
         return found
     if not torch.compiler.is_compiling():
@@ -65,22 +50,37 @@ def kind(tensor: Tensor) -> Kind:
     return "reference"
 
 
+def kernels(tensor: Tensor) -> Any:
+    """The module of kernels for the device of `tensor`; not called where `kind` says "reference"."""
+    found = _for_device(tensor)
+    if found == "reference":
+        raise RuntimeError(
+            f"there are no kernels for tensors on {tensor.device}: call `dualres.ops`, which takes the equations "
+            "there, or leave DUALRES_OPS unset"
+        )
+    return module(found)
+
+
+def _for_device(tensor: Tensor) -> Kind:
+    found = FORCED or BY_DEVICE.get(tensor.device.type, "reference")
+    on_cpu = tensor.device.type == "cpu"
+    if found == "triton" and on_cpu and os.environ.get("TRITON_INTERPRET") not in INTERPRETED:
+        raise RuntimeError(
+            "DUALRES_OPS=triton on a CPU needs Triton's interpreter, which is slow and for tests: "
+            "set TRITON_INTERPRET=1, too, or leave DUALRES_OPS unset"
+        )
+    if found == "cpu" and not on_cpu:
+        raise RuntimeError(
+            f"DUALRES_OPS=cpu is for CPUs, and the tensors are on {tensor.device}: leave DUALRES_OPS unset"
+        )
+    return found
+
+
 def transformed() -> bool:
     """Inside `torch.func` (vmap, jvp, …) or forward-mode differentiation, which kernels with a backward do not know."""
     if torch.compiler.is_compiling():
         return False
     return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
-
-
-def kernels(tensor: Tensor) -> Any:
-    """The module of kernels for the device of `tensor`; not called where `kind` says "reference"."""
-    found = FORCED or BY_DEVICE.get(tensor.device.type, "reference")
-    if found == "reference" or (found == "cpu" and tensor.device.type != "cpu"):
-        raise RuntimeError(
-            f"there are no {found} kernels for tensors on {tensor.device}: call `dualres.ops`, which takes the "
-            "equations there, or leave DUALRES_OPS unset"
-        )
-    return module(found)
 
 
 @contextlib.contextmanager

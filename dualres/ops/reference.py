@@ -45,14 +45,6 @@ def depth_weights(candidates: Sequence[Tensor], queries: Tensor, route: Route, e
     return torch.stack([depth_logits(state, queries, route.key, eps) for state in candidates]).softmax(0)
 
 
-def retrieve(candidates: Sequence[Tensor], queries: Tensor, route: Route, eps: float) -> Tensor:
-    """h^j = Σ_r π_r^j v_r^j, with v^j the stored stream `route.value[j]`: one softmax over all candidates.
-
-    candidates R × (J,B,T,D), queries (U,O,D) -> (U,O,B,T,D)
-    """
-    return _weighted_values(depth_weights(candidates, queries, route, eps), candidates, route.value)
-
-
 def prefix(history: Sequence[Tensor], queries: Tensor, *, route: Route, eps: float) -> tuple[Prefix, ...]:
     """Phase 1: the retrieved state h̃ of the history alone and its log-partition ζ = log Σ_r exp(a_r), per query set.
 

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from dualres.ops.arguments import ReadArguments
+
 
 class Moved(NamedTuple):
     """In units of D elements per token."""
@@ -34,20 +36,11 @@ def read(retrieved: Tensor, partition: Tensor, updates: Sequence[Tensor], *_: An
     return Moved(len(updates) + len(retrieved), 1)
 
 
-def read_backward(
-    d_h: Tensor,
-    d_left: Tensor,
-    retrieved: Tensor,
-    partition: Tensor,
-    updates: Sequence[Tensor],
-    coefficients: Any,
-    queries: Any,
-    gates: Sequence[Tensor],
-    *_: Any,
-) -> Moved:
+def read_backward(d_h: Tensor, d_next: Tensor, *arguments: Any) -> Moved:
     """All rows for the streams' gradients, again for the parameters', and updates again for their coefficients'."""
-    again = 3 if gates else 2
-    return Moved(again * len(updates) + 2 * len(retrieved) + 2, len(retrieved) + len(updates))
+    given = ReadArguments(*arguments)
+    updates, retrieved, again = len(given.updates), len(given.retrieved), 3 if given.gates else 2
+    return Moved(again * updates + 2 * retrieved + 2, retrieved + updates)
 
 
 def hyper_read(updates: Sequence[Tensor], *_: Any) -> Moved:
@@ -55,7 +48,7 @@ def hyper_read(updates: Sequence[Tensor], *_: Any) -> Moved:
     return Moved(2 * len(updates), 1)
 
 
-def hyper_read_backward(d_h: Tensor, d_left: Tensor, updates: Sequence[Tensor], *_: Any) -> Moved:
+def hyper_read_backward(d_h: Tensor, d_next: Tensor, updates: Sequence[Tensor], *_: Any) -> Moved:
     """Six passes over the updates, three over the gradient."""
     return Moved(6 * len(updates) + 3, len(updates))
 

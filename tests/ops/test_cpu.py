@@ -11,13 +11,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from dualres import ops
-from dualres.ops.cpu import cache, threads
+from dualres.ops.cpu import compiler, launch, rows
 from dualres.residual import route
 from tests.small import relative_error
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -32,16 +35,16 @@ def three_threads() -> Any:
 def either_kind(request: Any, monkeypatch: Any, three_threads: Any) -> None:
     """PyTorch's OpenMP threads, and those of a system where they cannot be reached."""
     if request.param == "own threads":
-        monkeypatch.setattr(threads, "pytorch_threads", lambda: None)
-    elif threads.pytorch_threads() is None:
+        monkeypatch.setattr(launch, "pytorch_threads", lambda: None)
+    elif launch.pytorch_threads() is None:
         pytest.skip("PyTorch was not built with GNU's OpenMP")
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 47, 48, 49, 1000])
 def test_every_token_is_worked_on_once(tokens: int, either_kind: Any):
     seen: list[tuple[int, int, int]] = []
-    threads.share(lambda *part: seen.append(part), tokens)
-    assert len(seen) == threads.parts(tokens)
+    launch.share(lambda *part: seen.append(part), tokens)
+    assert len(seen) == launch.parts(tokens)
     assert [t for _, first, last in sorted(seen) for t in range(first, last)] == list(range(tokens))
 
 
@@ -53,7 +56,7 @@ def test_parts_run_at_the_same_time(either_kind: Any):
         together.wait()
         names.add(threading.get_ident())
 
-    threads.share(work, 300)
+    launch.share(work, 300)
     assert len(names) == 3
 
 
@@ -63,7 +66,7 @@ def test_a_failure_reaches_the_caller(either_kind: Any):
             raise ZeroDivisionError("part 1")
 
     with pytest.raises(ZeroDivisionError, match="part 1"):
-        threads.share(work, 300)
+        launch.share(work, 300)
 
 
 def test_a_failure_waits_for_the_other_parts(either_kind: Any):
@@ -77,7 +80,7 @@ def test_a_failure_waits_for_the_other_parts(either_kind: Any):
         done.append(part)
 
     with pytest.raises(ZeroDivisionError):
-        threads.share(work, 300)
+        launch.share(work, 300)
     assert sorted(done) == [1, 2]
 
 
@@ -104,26 +107,26 @@ def test_a_forked_process_can_go_on():
 
 def test_kernels_of_other_sources_are_forgotten(tmp_path: Path, monkeypatch: Any):
     """numba itself would go on with what a kernel's helpers were when it was compiled."""
-    monkeypatch.setattr(cache, "SOURCES", tmp_path)
+    monkeypatch.setattr(compiler, "SOURCES", tmp_path)
     kept = tmp_path / "kernels"
     (tmp_path / "rows.py").write_text("one")
-    cache.forget_stale(kept)
+    compiler.remove_stale(kept)
     kernel = kept / "rows.add.nbi"
     kernel.write_text("compiled")
-    cache.forget_stale(kept)
+    compiler.remove_stale(kept)
     assert kernel.exists()
     (tmp_path / "rows.py").write_text("two")
-    cache.forget_stale(kept)
+    compiler.remove_stale(kept)
     assert not kernel.exists()
 
 
 def test_kernels_are_kept_where_numba_is_told_to(tmp_path: Path):
-    program = "from dualres.ops.cpu import cache; print(cache.folder())"
+    program = "from dualres.ops.cpu import compiler; print(compiler.cache_folder())"
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=True)
     kept = Path(run.stdout.strip())
     assert kept.is_relative_to(tmp_path)
-    assert (kept / cache.STAMP).exists()
+    assert (kept / compiler.STAMP).exists()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -173,3 +176,54 @@ def test_no_tokens():
     assert found.shape == (2, 0, 3, 24)
     assert queries.grad is not None
     assert not queries.grad.any()
+
+
+def gaps(count: int, width: int, gap: int) -> list[Any]:
+    """Rows that lie so many numbers apart."""
+    return [row[:width] for row in np.zeros((count, width + gap), np.float32)]
+
+
+ONE, TWO = np.float32(0.7), np.float32(1.3)
+SUMS: dict[str, tuple[int, Any]] = {  # functions that write a row and sum over it: how many rows they take, how
+    "load_with_dots": (4, lambda into, row, a, b: rows.load_with_dots(into, row, a, b)),
+    "blend": (3, lambda into, row, other: rows.blend(into, ONE, row, TWO, other)),
+    "blend_with_dots": (7, lambda into, row, other, *four: rows.blend_with_dots(into, ONE, row, TWO, other, four)),
+    "normalize_backward": (4, lambda given, row, w, d_w: rows.normalize_backward(given, row, w, ONE, 1e-6, d_w)),
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_sums_do_not_depend_on_addresses(name: str):
+    """Where rows lie close together, LLVM would take another loop, which adds up in another order."""
+    count, call = SUMS[name]
+    generator = np.random.default_rng(0)
+    for width in (8, 16, 24, 33, 63, 64, 100):
+        numbers = generator.standard_normal((count, width)).astype(np.float32)
+        outcomes = set()
+        for places in (gaps(count, width, 1000), gaps(count, width, 0), gaps(count, width, 0)[::-1]):
+            for place, row in zip(places, numbers, strict=True):
+                place[:] = row
+            outcomes.add((call(*places), *(place.tobytes() for place in places)))
+        assert len(outcomes) == 1, f"width {width}"
+
+
+PROGRAM = """
+import hashlib, torch
+from tests.small import RESIDUALS, gradients, model_config, next_token_loss, random_tokens, stirred
+
+torch.set_num_threads(1)
+decoder, tokens = stirred(model_config(layers=2, width=16, heads=2, kv_heads=1), RESIDUALS["dar-full"]), random_tokens()
+next_token_loss(decoder(tokens), tokens).backward()
+print(hashlib.sha256(b"".join(x.numpy().tobytes() for x in gradients(decoder).values())).hexdigest())
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_compiles_gets_the_bits_of_one_that_loads(tmp_path: Path):
+    found = []
+    for _ in range(3):
+        environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+        run = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=environment, cwd=ROOT)
+        assert run.returncode == 0, run.stderr
+        found.append(run.stdout)
+    assert len(set(found)) == 1

@@ -51,13 +51,13 @@ def sample_inputs() -> dict[str, tuple[Any, tuple[Any, ...]]]:
     history, queries = [stream(2), stream(2), stream(2)], torch.randn(2, 2, WIDTH, requires_grad=True)
     three = [stream(), stream(), stream()]
     return {
-        "prefix": (autograd.prefix, (history, queries, *dual, 1e-6)),
-        "read-first": (autograd.read, first),
-        "read-later": (autograd.read, later),
-        "read-without-gates": (autograd.read, (stream(1), *alone, [], weight, *single, 1e-6, 1e-6)),
-        "hyper_read": (autograd.hyper_read, (three, coefficients(3, 3), mixing, weight, 5, 1e-6, 1e-6)),
-        "write": (autograd.write, ([stream(), stream()], coefficients(2, 2))),
-        "write-constant": (autograd.write, ([stream(), stream()], torch.ones(2, 1, *TOKENS))),
+        "prefix": (autograd.prefix.recorded, (history, queries, *dual, 1e-6)),
+        "read-first": (autograd.read.recorded, first),
+        "read-later": (autograd.read.recorded, later),
+        "read-without-gates": (autograd.read.recorded, (stream(1), *alone, [], weight, *single, 1e-6, 1e-6)),
+        "hyper_read": (autograd.hyper_read.recorded, (three, coefficients(3, 3), mixing, weight, 5, 1e-6, 1e-6)),
+        "write": (autograd.write.recorded, ([stream(), stream()], coefficients(2, 2))),
+        "write-constant": (autograd.write.recorded, ([stream(), stream()], torch.ones(2, 1, *TOKENS))),
     }
 
 

@@ -1,9 +1,8 @@
 """Kernels for a CPU, compiled by numba: vector instructions, a token at a time, tokens shared out over threads."""
 
 from dualres.ops.cpu.hyper import hyper_read, hyper_read_backward
+from dualres.ops.cpu.live import read, read_backward, write, write_backward
 from dualres.ops.cpu.prefix import prefix, prefix_backward
-from dualres.ops.cpu.read import read, read_backward
-from dualres.ops.cpu.write import write, write_backward
 
 __all__ = [
     "hyper_read",

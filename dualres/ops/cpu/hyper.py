@@ -6,24 +6,26 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
 from dualres.ops.arguments import HyperReadArguments
-from dualres.ops.cpu.read import ABSENT, live_streams, norm_backward, sigmoid
+from dualres.ops.cpu.compiler import compiled
+from dualres.ops.cpu.launch import LIKE, addresses, array, parts, share, tokenwise
+from dualres.ops.cpu.live import ABSENT, live_streams, norm_backward, sigmoid
 from dualres.ops.cpu.rows import (
     add,
     add_rows,
     add_to_two,
     dot,
     inverse_norm,
-    normalise,
-    normalise_backward,
+    load,
+    normalize,
+    normalize_backward,
+    row_of,
     scaled,
+    store,
     two_dots,
 )
-from dualres.ops.cpu.streams import LIKE, OPTIONS, array, begins, load, row_of, store, tokenwise
-from dualres.ops.cpu.threads import parts, share
 
 
 def hyper_read(given: HyperReadArguments) -> tuple[Tensor, Tensor]:
@@ -41,7 +43,7 @@ def hyper_read(given: HyperReadArguments) -> tuple[Tensor, Tensor]:
 def _arrays(given: HyperReadArguments) -> tuple[Any, ...]:
     """The inputs as compiled code takes them; the weights of a gate value are one row over all streams."""
     return (
-        begins(given.updates),
+        addresses(given.updates),
         tokenwise(given.coefficients, 2),
         tuple(array(gate.flatten(1)) if gate.ndim == 3 else array(gate) for gate in given.gates),
         ABSENT[1] if given.norm is None else array(given.norm),
@@ -53,7 +55,7 @@ def _arrays(given: HyperReadArguments) -> tuple[Any, ...]:
     )
 
 
-@njit(**OPTIONS)
+@compiled
 def _project(projected: Any, weight: Any, streams: Any) -> None:
     """e_g = Σ_j x^j · W_g^j. (G,), (G,J·D), (J·D,)"""
     for g in range(0, len(weight), 2):
@@ -61,7 +63,7 @@ def _project(projected: Any, weight: Any, streams: Any) -> None:
         projected[g], projected[other] = two_dots(weight[g], weight[other], streams)
 
 
-@njit(**OPTIONS)
+@compiled
 def _sinkhorn(logits: Any, steps: int, trace: Any) -> None:
     """The matrix after every half-step: columns, rows, columns, … (J,J), (2·steps,J,J) float64
 
@@ -91,7 +93,7 @@ def _sinkhorn(logits: Any, steps: int, trace: Any) -> None:
         trace[step] = matrix
 
 
-@njit(**OPTIONS)
+@compiled
 def _sinkhorn_in_logarithms(logits: Any, steps: int, trace: Any) -> None:
     size = len(logits)
     work = logits.astype(np.float64)
@@ -107,7 +109,7 @@ def _sinkhorn_in_logarithms(logits: Any, steps: int, trace: Any) -> None:
         trace[step] = np.exp(work)
 
 
-@njit(**OPTIONS)
+@compiled
 def _gates(streams: Any, scale: Any, gates: Any, projected: Any, opened: Any, written: Any, logits: Any) -> None:
     """H_pre, H_post and the logits of H_res from the streams (J·D,) of a token; keeps the projections (G,)."""
     pre, pre_scale, pre_bias, post, post_scale, post_bias, mixing, mixing_scale, mixing_bias = gates
@@ -123,7 +125,7 @@ def _gates(streams: Any, scale: Any, gates: Any, projected: Any, opened: Any, wr
             logits[i, j] = mixing_scale[0] * scale * projected[2 * size + g] + mixing_bias[g]
 
 
-@njit(**OPTIONS)
+@compiled
 def _forward(first: int, last: int, inputs: Any, output: int, next_coefficients: Any) -> None:
     updates, coefficients, gates, norm, width, steps, eps, norm_eps, like = inputs
     size, count = len(gates[0]), len(updates)
@@ -147,7 +149,7 @@ def _forward(first: int, last: int, inputs: Any, output: int, next_coefficients:
         row[:] = 0
         add_rows(row, opened, live)
         if len(norm) > 0:
-            normalise(row, norm, dot(row, row), norm_eps)
+            normalize(row, norm, dot(row, row), norm_eps)
         store(row_of(output, t, width, like), row)
 
 
@@ -158,7 +160,7 @@ def hyper_read_backward(d_h: Tensor, d_next: Tensor, given: HyperReadArguments) 
     d_coefficients = torch.empty_like(given.coefficients)
     parameters = [*given.gates, *([] if given.norm is None else [given.norm])]
     partial = [parameter.new_zeros(parts(tokens), *parameter.shape) for parameter in parameters]
-    rows = d_h.data_ptr(), tokenwise(d_next, 2), begins(d_updates), tokenwise(d_coefficients, 2)
+    rows = d_h.data_ptr(), tokenwise(d_next, 2), addresses(d_updates), tokenwise(d_coefficients, 2)
 
     def work(part: int, first: int, last: int) -> None:
         own = [array(d[part].flatten(1)) if d.ndim == 4 else array(d[part]) for d in partial]
@@ -168,10 +170,10 @@ def hyper_read_backward(d_h: Tensor, d_next: Tensor, given: HyperReadArguments) 
     return [*d_updates, d_coefficients, *(d_parameter.sum(0) for d_parameter in partial)]
 
 
-@njit(**OPTIONS)
+@compiled
 def _sinkhorn_backward(trace: Any, d_matrix: Any) -> None:
     """Turns the gradient (J,J) of the last matrix into that of the logits: a half-step L' = L − lse(L) has
-    dL = dL' − exp(L') Σ dL', summed over what it normalised."""
+    dL = dL' − exp(L') Σ dL', summed over what it normalized."""
     size = len(d_matrix)
     for i in range(size):
         for j in range(size):
@@ -188,7 +190,7 @@ def _sinkhorn_backward(trace: Any, d_matrix: Any) -> None:
                     d_matrix[a, b] -= trace[step, a, b] * total
 
 
-@njit(**OPTIONS)
+@compiled
 def _backward(first: int, last: int, inputs: Any, rows: Any, d_gates: Any, d_norm: Any) -> None:
     updates, coefficients, gates, norm, width, steps, eps, norm_eps, like = inputs
     pre, pre_scale, _, post, post_scale, _, mixing, mixing_scale, _ = gates
@@ -211,7 +213,7 @@ def _backward(first: int, last: int, inputs: Any, rows: Any, d_gates: Any, d_nor
         if len(norm) > 0:
             row[:] = 0
             add_rows(row, opened, live)
-            normalise_backward(given, row, norm, dot(row, row), norm_eps, d_norm)
+            normalize_backward(given, row, norm, dot(row, row), norm_eps, d_norm)
         for i in range(size):
             for j in range(size):
                 d_matrix[i, j] = 0

@@ -11,30 +11,23 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
+from dualres.ops.cpu.compiler import compiled
+from dualres.ops.cpu.launch import LIKE, Array, array, parts, share, stream_addresses, tokenwise
 from dualres.ops.cpu.rows import (
     add_rows,
     add_rows_to_two,
-    load_with_dots,
-    sum_chosen,
-    sum_chosen_for_two,
-    two_dots,
-)
-from dualres.ops.cpu.streams import (
-    LIKE,
-    OPTIONS,
-    array,
-    expect,
     finish,
     load,
+    load_with_dots,
+    prefetch_row,
     row_of,
-    streams_of,
+    sum_chosen,
+    sum_chosen_for_two,
     target,
-    tokenwise,
+    two_dots,
 )
-from dualres.ops.cpu.threads import parts, share
 
 
 def prefix(history: list[Tensor], queries: Tensor, key: list[int], value: list[int], eps: float) -> list[Tensor]:
@@ -45,59 +38,51 @@ def prefix(history: list[Tensor], queries: Tensor, key: list[int], value: list[i
     partition = [queries.new_empty(outputs, *state.shape[1:-1]) for _ in range(sets)]
     logits = queries.new_empty(len(history), sets, outputs, *state.shape[1:-1])
     norms = queries.new_empty(len(history), *state.shape[:-1])
-    arguments = (
-        streams_of(history),
+    inputs = (
+        stream_addresses(history),
         array(queries.flatten(0, 1)),
         by_stream(tuple(key), len(state), sets),
         np.array(value * sets),
         in_pairs(tuple(value), sets),
         eps,
-        streams_of(retrieved).ravel(),
-        streams_of(partition).ravel(),
-        tokenwise(logits.flatten(1, 2), 2),
-        tokenwise(norms, 2),
         LIKE[state.dtype],
     )
-    share(lambda part, first, last: _forward(first, last, *arguments), tokens)
+    results = (
+        stream_addresses(retrieved).ravel(),
+        stream_addresses(partition).ravel(),
+        tokenwise(logits.flatten(1, 2), 2),
+        tokenwise(norms, 2),
+    )
+    share(lambda part, first, last: _forward(first, last, inputs, results), tokens)
     return [*retrieved, *partition, logits, norms]
 
 
 @functools.cache
-def by_stream(chosen: tuple[int, ...], streams: int, sets: int) -> "np.ndarray[Any, np.dtype[np.int64]]":
+def by_stream(chosen: tuple[int, ...], streams: int, sets: int) -> Array:
     """The queries m whose output stream has chosen stored stream j; −1 fills the rows. -> (J,M+2)"""
-    table = np.full((streams, sets * len(chosen) + 2), -1)
-    for j in range(streams):
-        own = [m for m in range(sets * len(chosen)) if chosen[m % len(chosen)] == j]
-        table[j, : len(own)] = own
-    return table
+    own = [_queries_of(j, chosen, sets) for j in range(streams)]
+    return np.array([row + [-1] * (sets * len(chosen) + 2 - len(row)) for row in own])
 
 
 @functools.cache
-def in_pairs(chosen: tuple[int, ...], sets: int) -> "np.ndarray[Any, np.dtype[np.int64]]":
+def in_pairs(chosen: tuple[int, ...], sets: int) -> Array:
     """The queries m two by two that have chosen the same stored stream; −1 beside one that is left over. -> (·,2)"""
     pairs = []
     for stream in sorted(set(chosen)):
-        own = [m for m in range(sets * len(chosen)) if chosen[m % len(chosen)] == stream]
+        own = _queries_of(stream, chosen, sets)
         pairs += [own[n : n + 2] if n + 1 < len(own) else [own[n], -1] for n in range(0, len(own), 2)]
     return np.array(pairs)
 
 
-@njit(**OPTIONS)
-def _forward(
-    first: int,
-    last: int,
-    history: Any,
-    queries: Any,
-    scoring: Any,
-    value: Any,
-    pairs: Any,
-    eps: float,
-    retrieved: Any,
-    partition: Any,
-    logits: Any,
-    norms: Any,
-    like: Any,
-) -> None:
+def _queries_of(stream: int, chosen: tuple[int, ...], sets: int) -> list[int]:
+    """The queries m of all sets whose output stream has chosen that stored stream."""
+    return [m for m in range(sets * len(chosen)) if chosen[m % len(chosen)] == stream]
+
+
+@compiled
+def _forward(first: int, last: int, inputs: Any, results: Any) -> None:
+    history, queries, scoring, value, pairs, eps, like = inputs
+    retrieved, partition, logits, norms = results
     states, asked, _ = logits.shape
     streams, width = norms.shape[1], queries.shape[1]
     rows, totals = np.empty((streams, states, width), np.float32), np.empty((2, width), np.float32)
@@ -110,7 +95,7 @@ def _forward(
                 a, b = max(scoring[j, 0], 0), max(scoring[j, 0], scoring[j, 1], 0)
                 read = row_of(history[r, j], t, width, like)
                 square, one, two = load_with_dots(row, read, queries[a], queries[b])
-                expect(history[r, j], min(t + 1, last - 1), width, like, 0, 2)
+                prefetch_row(history[r, j], min(t + 1, last - 1), width, like, 0, 2)
                 norm = np.float32(1 / math.sqrt(square / width + eps))
                 norms[r, j, t] = norm
                 n = 0
@@ -130,7 +115,7 @@ def _forward(
                 weights[m, r] = math.exp(weights[m, r] - highest)
                 mass += weights[m, r]
                 for j in range(streams):
-                    expect(history[r, j], min(t + 1, last - 1), width, like, asked + m, 2 * asked)
+                    prefetch_row(history[r, j], min(t + 1, last - 1), width, like, asked + m, 2 * asked)
             for r in range(states):
                 weights[m, r] /= mass
             row_of(partition[m], t, 1, single)[0] = highest + math.log(mass)
@@ -167,58 +152,37 @@ def prefix_backward(
     d_queries = queries.new_zeros(parts(tokens), *queries.shape)
     partial = array(d_queries.flatten(1, 2))
     arguments = (
-        streams_of(d_retrieved).ravel(),
-        streams_of(d_partition).ravel(),
-        streams_of(history),
+        stream_addresses(d_retrieved).ravel(),
+        stream_addresses(d_partition).ravel(),
+        stream_addresses(history),
         array(queries.flatten(0, 1)),
-        streams_of(partition).ravel(),
+        stream_addresses(partition).ravel(),
         tokenwise(logits.flatten(1, 2), 2),
         tokenwise(norms, 2),
         np.array(key * sets),
         in_pairs(tuple(key), sets),
         by_stream(tuple(value), len(state), sets),
         terms_of_states(tuple(key), tuple(value), len(state), sets),
-        streams_of(d_history),
+        stream_addresses(d_history),
         LIKE[state.dtype],
     )
-    share(lambda part, first, last: _backward(first, last, *arguments, partial[part]), tokens)
+    share(lambda part, first, last: _backward(first, last, arguments, partial[part]), tokens)
     return [*d_history, d_queries.sum(0)]
 
 
 @functools.cache
-def terms_of_states(
-    key: tuple[int, ...], value: tuple[int, ...], streams: int, sets: int
-) -> "np.ndarray[Any, np.dtype[np.int64]]":
+def terms_of_states(key: tuple[int, ...], value: tuple[int, ...], streams: int, sets: int) -> Array:
     """The rows of the bank that make the gradient of stored stream j, filled to fours with the zero row. -> (J,·)"""
     asked = sets * len(key)
-    own = [
-        [m for m in range(asked) if value[m % len(value)] == j]
-        + [asked + m for m in range(asked) if key[m % len(key)] == j]
-        for j in range(streams)
-    ]
+    own = [_queries_of(j, value, sets) + [asked + m for m in _queries_of(j, key, sets)] for j in range(streams)]
     longest = -(-max(len(row) for row in own) // 4) * 4
     return np.array([row + [2 * asked] * (longest - len(row)) for row in own])
 
 
-@njit(**OPTIONS)
-def _backward(
-    first: int,
-    last: int,
-    d_retrieved: Any,
-    d_partition: Any,
-    history: Any,
-    queries: Any,
-    partition: Any,
-    logits: Any,
-    norms: Any,
-    key: Any,
-    pairs: Any,
-    returning: Any,
-    terms: Any,
-    d_history: Any,
-    like: Any,
-    d_queries: Any,
-) -> None:
+@compiled
+def _backward(first: int, last: int, arguments: Any, d_queries: Any) -> None:
+    d_retrieved, d_partition, history, queries, partition, logits, norms = arguments[:7]
+    key, pairs, returning, terms, d_history, like = arguments[7:]
     states, asked, _ = logits.shape
     streams, width = norms.shape[1], queries.shape[1]
     rows, totals = np.empty((streams, states, width), np.float32), np.empty((2, width), np.float32)
@@ -246,7 +210,7 @@ def _backward(
                 a, b = max(returning[j, 0], 0), max(returning[j, 0], returning[j, 1], 0)
                 read = row_of(history[r, j], t, width, like)
                 _, one, two = load_with_dots(row, read, bank[a], bank[b])
-                expect(history[r, j], min(t + 1, last - 1), width, like, 0, 2)
+                prefetch_row(history[r, j], min(t + 1, last - 1), width, like, 0, 2)
                 n = 0
                 while returning[j, n] >= 0:
                     da[a, r], da[b, r] = one, two
@@ -270,7 +234,7 @@ def _backward(
                 scored[m, r] = da[m, r] * norm
                 shrink[key[m], r] -= scored[m, r] * norm * logit / width
                 for j in range(streams):
-                    expect(history[r, j], min(t + 1, last - 1), width, like, asked + m, 2 * asked)
+                    prefetch_row(history[r, j], min(t + 1, last - 1), width, like, asked + m, 2 * asked)
         for j in range(streams):
             for r in range(0, states, 2):
                 for n in range(len(terms[j])):

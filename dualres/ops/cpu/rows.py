@@ -1,16 +1,165 @@
-"""Arithmetic on float32 rows in compiled loops, with as few passes over them as it takes."""
+"""Rows in compiled loops: found by address, prefetched, widened to float32, computed with, rounded back."""
 # D width
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numba import njit
+from llvmlite import ir
+from numba import carray, types  # type: ignore[attr-defined]
+from numba.core import cgutils
+from numba.extending import intrinsic, overload
 
-from dualres.ops.cpu.streams import OPTIONS, number, rounded
+from dualres.ops.cpu.compiler import compiled, compiled_rows
+
+LINE = 64  # bytes that memory delivers at a time
 
 
-@njit(**OPTIONS)
+@intrinsic
+def pointer(context: Any, address: Any, like: Any) -> Any:
+    """The address as a pointer to what `like` holds."""
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+    return types.CPointer(like.dtype)(types.int64, like), code
+
+
+@compiled
+def row_of(address: int, token: int, width: int, like: Any) -> Any:
+    """Row `token` of the stream at `address`. -> (D,)"""
+    return carray(pointer(address + token * width * like.itemsize, like), (width,))  # type: ignore[call-arg]
+
+
+@intrinsic
+def prefetch(context: Any, address: Any) -> Any:
+    """Ask memory for a line that will be read."""
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
+        numbers = [ir.Constant(word, n) for n in (0, 3, 1)]  # to read, into the nearest cache, data
+        builder.call(function, [builder.inttoptr(arguments[0], byte), *numbers])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), code
+
+
+@compiled
+def prefetch_row(address: int, token: int, width: int, like: Any, part: int, parts: int) -> None:
+    """Ask memory for a part of a row that comes soon: a row is too short for the processor to see the stream by itself.
+
+    Asked for all at once, the lines queue up and what is computed meanwhile waits behind them.
+    """
+    size = width * like.itemsize
+    begin = address + token * size
+    for line in range(size * part // parts // LINE * LINE, size * (part + 1) // parts, LINE):
+        prefetch(begin + line)  # type: ignore[call-arg]
+
+
+def conversion(source: Any, result: Any) -> Any:
+    """A function of compiled code from one type to another, written by an LLVM builder."""
+
+    def of(code: Callable[[Any, Any], Any]) -> Any:
+        @intrinsic
+        def convert(context: Any, x: Any) -> Any:
+            return result(source), lambda context, builder, signature, arguments: code(builder, arguments[0])
+
+        return convert
+
+    return of
+
+
+@conversion(types.uint16, types.float32)
+def from_bfloat16(builder: Any, bits: Any) -> Any:
+    word = builder.shl(builder.zext(bits, ir.IntType(32)), ir.Constant(ir.IntType(32), 16))
+    return builder.bitcast(word, ir.FloatType())
+
+
+@conversion(types.float32, types.uint16)
+def to_bfloat16(builder: Any, number: Any) -> Any:
+    """To the nearest, ties to even; a NaN stays one."""
+    bits = builder.bitcast(number, ir.IntType(32))
+    word = lambda n: ir.Constant(ir.IntType(32), n)  # noqa: E731
+    odd = builder.and_(builder.lshr(bits, word(16)), word(1))
+    rounded = builder.lshr(builder.add(bits, builder.add(odd, word(0x7FFF))), word(16))
+    chosen = builder.select(builder.fcmp_unordered("uno", number, number), word(0x7FC0), rounded)
+    return builder.trunc(chosen, ir.IntType(16))
+
+
+@conversion(types.int16, types.float32)
+def from_float16(builder: Any, bits: Any) -> Any:
+    return builder.fpext(builder.bitcast(bits, ir.HalfType()), ir.FloatType())
+
+
+@conversion(types.float32, types.int16)
+def to_float16(builder: Any, number: Any) -> Any:
+    return builder.bitcast(builder.fptrunc(number, ir.HalfType()), ir.IntType(16))
+
+
+def by_type(choose: Callable[..., Any]) -> Any:
+    """A function of compiled code: the one that `choose` returns for the types of the arguments."""
+
+    @functools.wraps(choose)
+    def function(*arguments: Any) -> Any:
+        raise NotImplementedError("compiled code only")
+
+    overload(function, strict=False)(choose)  # lambdas have no annotations
+    return function
+
+
+@by_type
+def number(bits: Any) -> Any:
+    """One element of a stream in float32."""
+    if bits == types.float32:
+        return lambda bits: bits
+    convert = {types.uint16: from_bfloat16, types.int16: from_float16}[bits]
+    return lambda bits: convert(bits)
+
+
+@by_type
+def rounded(x: Any, stream: Any) -> Any:
+    """A float32 number as an element of `stream`."""
+    if stream.dtype == types.float32:
+        return lambda x, stream: x
+    convert = {types.uint16: to_bfloat16, types.int16: to_float16}[stream.dtype]
+    return lambda x, stream: convert(x)
+
+
+@compiled_rows
+def load(into: Any, row: Any) -> None:
+    """Widen a row of a stream. (D,), (D,)"""
+    for d in range(len(into)):
+        into[d] = number(row[d])
+
+
+@compiled_rows
+def store(into: Any, row: Any) -> None:
+    """Round a float32 row into a stream. (D,), (D,)"""
+    for d in range(len(row)):
+        into[d] = rounded(row[d], into)
+
+
+@by_type
+def target(row: Any, space: Any) -> Any:
+    """Where to compute a result for `row`: there, if it is float32, or else in `space`. Then comes `finish`."""
+    if row.dtype == types.float32:
+        return lambda row, space: row
+    return lambda row, space: space
+
+
+@by_type
+def finish(row: Any, result: Any) -> Any:
+    """Store a result that was computed in `target`."""
+    if row.dtype == types.float32:
+        return lambda row, result: None
+    return lambda row, result: store(row, result)
+
+
+@compiled_rows
 def dot(a: Any, b: Any) -> Any:
     """a · b"""
     total = np.float32(0)
@@ -19,7 +168,7 @@ def dot(a: Any, b: Any) -> Any:
     return total
 
 
-@njit(**OPTIONS)
+@compiled_rows
 def two_dots(a: Any, b: Any, row: Any) -> Any:
     """a · row and b · row, reading the row once; b and the row may be a stream's."""
     first, second = np.float32(0), np.float32(0)
@@ -30,7 +179,7 @@ def two_dots(a: Any, b: Any, row: Any) -> Any:
     return first, second
 
 
-@njit(**OPTIONS)
+@compiled_rows
 def load_with_dots(into: Any, row: Any, a: Any, b: Any) -> Any:
     """`load`, and of what was loaded the square, a · row and b · row. (D,), (D,), (D,), (D,) -> 3 numbers"""
     square, first, second = np.float32(0), np.float32(0), np.float32(0)
@@ -43,7 +192,7 @@ def load_with_dots(into: Any, row: Any, a: Any, b: Any) -> Any:
     return square, first, second
 
 
-@njit(**OPTIONS)
+@compiled_rows
 def blend(into: Any, own: Any, row: Any, rest: Any, other: Any) -> Any:
     """into = own · row + rest · other, and its square; `into` and the row may be a stream's. -> 1"""
     square = np.float32(0)
@@ -54,7 +203,7 @@ def blend(into: Any, own: Any, row: Any, rest: Any, other: Any) -> Any:
     return square
 
 
-@njit(**OPTIONS)
+@compiled_rows
 def blend_with_dots(into: Any, own: Any, row: Any, rest: Any, other: Any, four: Any) -> Any:
     """`blend`, its square and its products with four rows, in one pass. -> 5 numbers"""
     a, b, c, e = four
@@ -71,14 +220,14 @@ def blend_with_dots(into: Any, own: Any, row: Any, rest: Any, other: Any, four: 
     return square, one, two, three, last
 
 
-@njit(**OPTIONS)
+@compiled_rows
 def add(total: Any, weight: Any, row: Any) -> None:
     """total += weight · row, which may be a stream's"""
     for d in range(len(row)):
         total[d] += weight * number(row[d])
 
 
-@njit(**OPTIONS)
+@compiled_rows
 def add_to_two(total: Any, other: Any, weight: Any, another: Any, row: Any) -> None:
     """`add` to two totals, reading the row once."""
     for d in range(len(row)):
@@ -87,7 +236,7 @@ def add_to_two(total: Any, other: Any, weight: Any, another: Any, row: Any) -> N
         other[d] += another * x
 
 
-@njit(**OPTIONS)
+@compiled_rows
 def add_to_four(four: Any, weights: Any, row: Any) -> None:
     """`add` to four totals, reading the row once."""
     a, b, c, e = four
@@ -100,7 +249,7 @@ def add_to_four(four: Any, weights: Any, row: Any) -> None:
         e[d] += we * x
 
 
-@njit(**OPTIONS)
+@compiled_rows
 def sum_of_six(total: Any, weights: Any, rows: Any) -> None:
     """total = Σ_n weights[n] · rows[n] (D,), 6 × 1, 6 × (D,)"""
     a, b, c, e, f, g = rows
@@ -109,7 +258,7 @@ def sum_of_six(total: Any, weights: Any, rows: Any) -> None:
         total[d] = (wa * a[d] + wb * b[d]) + (wc * c[d] + we * e[d]) + (wf * f[d] + wg * g[d])
 
 
-@njit(**OPTIONS)
+@compiled_rows
 def add_rows(total: Any, weights: Any, rows: Any) -> None:
     """total += Σ_n weights[n] · rows[n], four rows at a time. (D,), (n,), (n,D)"""
     n, count = 0, len(weights)
@@ -124,7 +273,7 @@ def add_rows(total: Any, weights: Any, rows: Any) -> None:
         n += 1
 
 
-@njit(**OPTIONS)
+@compiled_rows
 def add_rows_to_two(total: Any, other: Any, weights: Any, others: Any, rows: Any) -> None:
     """`add_rows` to two totals, each with its weights, reading the rows once. (D,), (D,), (n,), (n,), (n,D)"""
     n, count = 0, len(weights)
@@ -145,7 +294,7 @@ def add_rows_to_two(total: Any, other: Any, weights: Any, others: Any, rows: Any
         n += 1
 
 
-@njit(**OPTIONS)
+@compiled_rows
 def sum_chosen(total: Any, own: Any, row: Any, weights: Any, bank: Any, which: Any) -> None:
     """total = own · row + Σ_n weights[n] · bank[which[n]], n a multiple of four. (D,), 1, (D,), (n,), (·,D), (n,)"""
     scaled(total, own, row)
@@ -156,7 +305,7 @@ def sum_chosen(total: Any, own: Any, row: Any, weights: Any, bank: Any, which: A
             total[d] += (wa * a[d] + wb * b[d]) + (wc * c[d] + we * e[d])
 
 
-@njit(**OPTIONS)
+@compiled_rows
 def sum_chosen_for_two(totals: Any, own: Any, rows: Any, weights: Any, bank: Any, which: Any) -> None:
     """`sum_chosen` for two totals, reading the bank once. 2 × (D,), (2,), 2 × (D,), (2,n), (·,D), (n,)"""
     total, other = totals
@@ -173,30 +322,30 @@ def sum_chosen_for_two(totals: Any, own: Any, rows: Any, weights: Any, bank: Any
         row, another, mine, its = total, other, np.float32(1), np.float32(1)
 
 
-@njit(**OPTIONS)
+@compiled_rows
 def scaled(total: Any, weight: Any, row: Any) -> None:
     """total, which may be a stream's, = weight · row"""
     for d in range(len(total)):
         total[d] = rounded(weight * row[d], total)
 
 
-@njit(**OPTIONS)
+@compiled_rows
 def inverse_norm(square: Any, size: int, eps: float) -> Any:
     """1 / √(mean x² + eps) of `size` numbers with that square."""
     return np.float32(1 / math.sqrt(square / size + eps))
 
 
-@njit(**OPTIONS)
-def normalise(row: Any, weight: Any, square: Any, eps: float) -> None:
+@compiled_rows
+def normalize(row: Any, weight: Any, square: Any, eps: float) -> None:
     """The norm of the branch, in place, of a row whose square is known. (D,), (D,), 1"""
     factor = inverse_norm(square, len(row), eps)
     for d in range(len(row)):
         row[d] *= factor * weight[d]
 
 
-@njit(**OPTIONS)
-def normalise_backward(given: Any, row: Any, weight: Any, square: Any, eps: float, d_weight: Any) -> None:
-    """Turns the gradient of what `normalise` made of the row into the row's; adds to the weight's.
+@compiled_rows
+def normalize_backward(given: Any, row: Any, weight: Any, square: Any, eps: float, d_weight: Any) -> None:
+    """Turns the gradient of what `normalize` made of the row into the row's; adds to the weight's.
 
     3 × (D,), 1, 1, (D,)
     """

@@ -1,4 +1,7 @@
-"""Phase 2 on a CPU: live streams, merge, gates, branch input and norm of a token while its rows are in the cache."""
+"""The live streams on a CPU: what a branch reads (phase 2), and the state that they become.
+
+A read computes live streams, merge, gates, branch input and norm of a token while its rows are in the cache.
+"""
 # N tokens  D width  J stored streams  O output streams  K updates
 
 import math
@@ -6,25 +9,30 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
 from dualres.ops.arguments import ReadArguments
+from dualres.ops.cpu.compiler import compiled
+from dualres.ops.cpu.launch import LIKE, addresses, array, parts, share, stream_addresses, tokenwise
 from dualres.ops.cpu.rows import (
     add,
     add_to_four,
     add_to_two,
     blend,
     blend_with_dots,
+    dot,
+    finish,
     inverse_norm,
-    normalise,
-    normalise_backward,
+    load,
+    normalize,
+    normalize_backward,
+    row_of,
     scaled,
+    store,
     sum_of_six,
+    target,
     two_dots,
 )
-from dualres.ops.cpu.streams import LIKE, OPTIONS, array, begins, finish, load, row_of, streams_of, target, tokenwise
-from dualres.ops.cpu.threads import parts, share
 
 ABSENT = {size: np.empty((0,) * size, np.float32) for size in (1, 2, 3)}
 
@@ -37,16 +45,16 @@ def read(given: ReadArguments) -> tuple[Tensor, Tensor]:
         partition.new_empty(len(given.updates) + 1, *partition.shape) if given.gates else partition.new_empty(0)
     )
     inputs, after = _arrays(given), tokenwise(next_coefficients, 2) if given.gates else ABSENT[3]
-    share(lambda part, first, last: _forward(first, last, inputs, h.data_ptr(), after), partition[0].numel())
+    share(lambda part, first, last: _read(first, last, inputs, h.data_ptr(), after), partition[0].numel())
     return h, next_coefficients
 
 
 def _arrays(given: ReadArguments) -> tuple[Any, ...]:
     """The inputs as compiled code takes them; what is absent is an array of no elements."""
     return (
-        streams_of([given.retrieved])[0],
+        stream_addresses([given.retrieved])[0],
         tokenwise(given.log_partition, 1),
-        begins(given.updates),
+        addresses(given.updates),
         ABSENT[3] if given.coefficients is None else tokenwise(given.coefficients, 2),
         ABSENT[2] if given.query is None else array(given.query),
         np.array(given.key),
@@ -65,7 +73,7 @@ def _three(gates: list[Any]) -> tuple[Any, ...]:
     return (*gates, *[ABSENT[size] for size in (3, 1, 1)] * (3 - len(gates) // 3))
 
 
-@njit(**OPTIONS)
+@compiled
 def live_streams(live: Any, updates: Any, coefficients: Any, t: int, like: Any) -> None:
     """P^j = Σ_k C_k^j u_k of token t. (J,D), (K,), (K,J,N)"""
     streams, width = live.shape
@@ -78,26 +86,16 @@ def live_streams(live: Any, updates: Any, coefficients: Any, t: int, like: Any) 
             add(live[streams - 1], coefficients[k, streams - 1, t], row)
 
 
-@njit(**OPTIONS)
+@compiled
 def sigmoid(x: Any) -> Any:
     """1 / (1 + e^−x)"""
     return np.float32(1 / (1 + math.exp(-x)))
 
 
-@njit(**OPTIONS)
-def _weigh(
-    t: int,
-    partition: Any,
-    live: Any,
-    queries: Any,
-    key: Any,
-    eps: float,
-    scores: Any,
-    norms: Any,
-    masses: Any,
-    rests: Any,
-) -> None:
-    """λ and 1 − λ of each output; keeps what they were made of: q·Norm(P) and the inverse norm."""
+@compiled
+def _weigh(t: int, partition: Any, live: Any, queries: Any, key: Any, eps: float, weights: Any) -> None:
+    """λ and 1 − λ of each output, and what they are made of: q·Norm(P) and the inverse norm. 4 × (O,)"""
+    scores, norms, masses, rests = weights
     masses[:] = 1
     rests[:] = 0
     for o in range(len(queries)):
@@ -109,27 +107,16 @@ def _weigh(
         rests[o] = sigmoid(scores[o] - partition[o, t])
 
 
-@njit(**OPTIONS)
-def _merge_and_gate(
-    t: int,
-    retrieved: Any,
-    live: Any,
-    value: Any,
-    masses: Any,
-    rests: Any,
-    gates: Any,
-    eps: float,
-    like: Any,
-    h: Any,
-    projected: Any,
-    opened: Any,
-    written: Any,
-) -> Any:
-    """h^o = λ h̃^o + (1 − λ) P^value, then α and β of them; keeps their projections Σ_o h^o·W^o.
+@compiled
+def _merge_and_gate(t: int, inputs: Any, live: Any, weights: Any, h: Any, projected: Any, gated: Any) -> Any:
+    """h^o = λ h̃^o + (1 − λ) P^value, their projections Σ_o h^o·W^o, and of these α and β.
 
-    (2,D), (4,), (2,), (2,) -> the inverse norm of [h⁰; h¹]
+    h (2,D), projected (4,), gated 2 × (2,) -> the inverse norm of [h⁰; h¹]
     """
+    retrieved, _, _, _, _, _, value, gates, _, _, eps, _, like = inputs
     alpha, alpha_scale, alpha_bias, beta, beta_scale, beta_bias, _, _, _ = gates
+    _, _, masses, rests = weights
+    opened, written = gated
     total = np.float32(0)
     projected[:] = 0
     for o in range(2):
@@ -147,7 +134,7 @@ def _merge_and_gate(
     return scale
 
 
-@njit(**OPTIONS)
+@compiled
 def _project(streams: Any, weight: Any) -> Any:
     """Σ_j x^j·x^j and Σ_j x^j·W^j. (J,D), (J,D) -> 2 numbers"""
     total, projected = np.float32(0), np.float32(0)
@@ -158,37 +145,23 @@ def _project(streams: Any, weight: Any) -> Any:
     return total, projected
 
 
-@njit(**OPTIONS)
-def _forward(first: int, last: int, inputs: Any, output: int, next_coefficients: Any) -> None:
+@compiled
+def _read(first: int, last: int, inputs: Any, output: int, next_coefficients: Any) -> None:
     retrieved, partition, updates, coefficients, queries, key, value, gates, norm, width, eps, norm_eps, like = inputs
     _, _, _, _, _, _, rho, rho_scale, rho_bias = gates
     outputs, streams, count = len(retrieved), coefficients.shape[1], len(updates)
     live = np.zeros((streams if count > 0 else 2, width), np.float32)  # nothing written: zeros, with λ = 1
     h, mixed = np.empty((outputs, width), np.float32), np.empty(width, np.float32)
-    scores, norms, masses, rests = np.empty((4, outputs), np.float32)
-    projected, opened = np.empty(4, np.float32), np.empty(2, np.float32)
+    weights, projected, opened = np.empty((4, outputs), np.float32), np.empty(4, np.float32), np.empty(2, np.float32)
+    _, _, masses, rests = weights
     for t in range(first, last):
         row = row_of(output, t, width, like)
         result = target(row, mixed)
         if count > 0:
             live_streams(live, updates, coefficients, t, like)
-        _weigh(t, partition, live, queries, key, eps, scores, norms, masses, rests)
+        _weigh(t, partition, live, queries, key, eps, weights)
         if len(gates[0]) > 0:
-            _merge_and_gate(
-                t,
-                retrieved,
-                live,
-                value,
-                masses,
-                rests,
-                gates,
-                eps,
-                like,
-                h,
-                projected,
-                opened,
-                next_coefficients[count, :, t],
-            )
+            _merge_and_gate(t, inputs, live, weights, h, projected, (opened, next_coefficients[count, :, t]))
             square = blend(result, opened[0], h[0], opened[1], h[1])
         else:
             found = row_of(retrieved[0], t, width, like)
@@ -200,7 +173,7 @@ def _forward(first: int, last: int, inputs: Any, output: int, next_coefficients:
                 for j in range(2):
                     next_coefficients[k, j, t] = keep * coefficients[k, j, t] + (1 - keep) * coefficients[k, 1 - j, t]
         if len(norm) > 0:
-            normalise(result, norm, square, norm_eps)
+            normalize(result, norm, square, norm_eps)
         finish(row, result)
 
 
@@ -216,9 +189,9 @@ def read_backward(d_h: Tensor, d_next: Tensor, given: ReadArguments) -> list[Ten
     rows = (
         d_h.data_ptr(),
         tokenwise(d_next, 2) if given.gates else ABSENT[3],
-        streams_of([d_retrieved])[0],
+        stream_addresses([d_retrieved])[0],
         tokenwise(d_partition, 1),
-        begins(d_updates),
+        addresses(d_updates),
         ABSENT[3] if d_coefficients is None else tokenwise(d_coefficients, 2),
     )
 
@@ -226,7 +199,7 @@ def read_backward(d_h: Tensor, d_next: Tensor, given: ReadArguments) -> list[Ten
         own = iter([array(d_parameter[part]) for d_parameter in partial])
         d_queries = ABSENT[2] if given.query is None else next(own)
         d_gates = _three([next(own) for _ in given.gates])
-        _backward(first, last, inputs, rows, d_queries, d_gates, ABSENT[1] if given.norm is None else next(own))
+        _read_backward(first, last, inputs, rows, d_queries, d_gates, ABSENT[1] if given.norm is None else next(own))
 
     share(work, tokens)
     live = [d_partition, *d_updates] if given.updates else []
@@ -235,20 +208,20 @@ def read_backward(d_h: Tensor, d_next: Tensor, given: ReadArguments) -> list[Ten
     return [d_retrieved, *live, *(d_parameter.sum(0) for d_parameter in partial)]
 
 
-@njit(**OPTIONS)
+@compiled
 def gate_backward(dz: Any, scale: Any, norm: Any, projected: Any) -> Any:
     """Of z = scale · norm · e + bias with e = Σ_j x^j·W^j: the gradients of e, of the scale and of the norm."""
     return np.float32(dz * scale * norm), dz * norm * projected, dz * scale * projected
 
 
-@njit(**OPTIONS)
+@compiled
 def norm_backward(d_norm: Any, norm: Any, size: int) -> Any:
     """Of norm = 1 / √(mean x² + eps) over `size` numbers: what, times x, is the gradient of x."""
     return np.float32(-d_norm * norm * norm * norm / size)
 
 
-@njit(**OPTIONS)
-def _backward(first: int, last: int, inputs: Any, rows: Any, d_queries: Any, d_gates: Any, d_norm: Any) -> None:
+@compiled
+def _read_backward(first: int, last: int, inputs: Any, rows: Any, d_queries: Any, d_gates: Any, d_norm: Any) -> None:
     retrieved, partition, updates, coefficients, queries, key, value, gates, norm, width, eps, norm_eps, like = inputs
     alpha, alpha_scale, _, beta, beta_scale, _, rho, rho_scale, rho_bias = gates
     d_output, d_next, d_retrieved, d_partition, d_updates, d_coefficients = rows
@@ -258,22 +231,21 @@ def _backward(first: int, last: int, inputs: Any, rows: Any, d_queries: Any, d_g
     d_live = np.empty((streams, width), np.float32)
     h, d_h = np.empty((outputs, width), np.float32), np.empty((outputs, width), np.float32)
     given, mixed = np.empty(width, np.float32), np.empty(width, np.float32)
-    scores, norms, masses, rests = np.empty((4, outputs), np.float32)
-    projected, opened, written = np.empty(4, np.float32), np.empty(2, np.float32), np.empty(2, np.float32)
+    weights, projected = np.empty((4, outputs), np.float32), np.empty(4, np.float32)
+    scores, norms, masses, rests = weights
+    opened, written = np.empty((2, 2), np.float32)
     slopes = np.empty(outputs, np.float32)  # gradients of q·P
     valued, keyed = np.zeros((2, 2), np.float32)  # what a live stream takes of d_h, and of the queries
     for t in range(first, last):
         load(given, row_of(d_output, t, width, like))
         if count > 0:
             live_streams(live, updates, coefficients, t, like)
-        _weigh(t, partition, live, queries, key, eps, scores, norms, masses, rests)
+        _weigh(t, partition, live, queries, key, eps, weights)
         if len(alpha) > 0:
-            scale = _merge_and_gate(
-                t, retrieved, live, value, masses, rests, gates, eps, like, h, projected, opened, written
-            )
+            scale = _merge_and_gate(t, inputs, live, weights, h, projected, (opened, written))
             square = blend(mixed, opened[0], h[0], opened[1], h[1])
             if len(norm) > 0:
-                normalise_backward(given, mixed, norm, square, norm_eps, d_norm)
+                normalize_backward(given, mixed, norm, square, norm_eps, d_norm)
             d_opened, d_scale = two_dots(h[0], h[1], given), np.float32(0)
             for o in range(2):
                 dz = d_opened[o] * opened[o] * (1 - opened[o])
@@ -296,7 +268,7 @@ def _backward(first: int, last: int, inputs: Any, rows: Any, d_queries: Any, d_g
             found = row_of(retrieved[0], t, width, like)
             square = blend(h[0], masses[0], found, rests[0], live[value[0]])
             if len(norm) > 0:
-                normalise_backward(given, h[0], norm, square, norm_eps, d_norm)
+                normalize_backward(given, h[0], norm, square, norm_eps, d_norm)
             d_h[0] = given
         for o in range(outputs):
             scaled(row_of(d_retrieved[o], t, width, like), masses[o], d_h[o])
@@ -306,7 +278,7 @@ def _backward(first: int, last: int, inputs: Any, rows: Any, d_queries: Any, d_g
                 d_partition[o, t] = -d_score
                 slopes[o] = d_score * norms[o]
                 add(d_queries[o], slopes[o], live[key[o]])
-        keep, taken, kept = np.float32(1), np.float32(0), np.float32(0)
+        keep, taken, shrunk = np.float32(1), np.float32(0), np.float32(0)
         if len(rho) > 0:
             square, product = _project(live, rho[0])
             whole = inverse_norm(square, live.size, eps)
@@ -318,12 +290,12 @@ def _backward(first: int, last: int, inputs: Any, rows: Any, d_queries: Any, d_g
             d_rho_bias[0] += dz
             taken, ds, dm = gate_backward(dz, rho_scale[0], whole, product)
             d_rho_scale[0] += ds
-            kept = norm_backward(dm, whole, live.size)
+            shrunk = norm_backward(dm, whole, live.size)
             for j in range(2):
                 add(d_rho[0, j], taken, live[j])
         if count > 0:
             for j in range(streams):
-                itself = kept
+                itself = shrunk
                 for o in range(outputs):
                     valued[o] = rests[o] if value[o] == j else 0
                     keyed[o] = slopes[o] if key[o] == j else 0
@@ -342,3 +314,64 @@ def _backward(first: int, last: int, inputs: Any, rows: Any, d_queries: Any, d_g
                 for j in range(2):
                     carried = keep * d_next[k, j, t] + (1 - keep) * d_next[k, 1 - j, t]
                     d_coefficients[k, j, t] = carried + products[j]
+
+
+def write(updates: list[Tensor], coefficients: Tensor) -> Tensor:
+    """See `dualres.ops.autograd.write`."""
+    first_update, tokens = updates[0], coefficients[0, 0].numel()
+    live = first_update.new_empty(coefficients.shape[1], *first_update.shape)
+    arguments = (
+        addresses(updates),
+        tokenwise(coefficients, 2),
+        stream_addresses([live])[0],
+        first_update.shape[-1],
+        LIKE[live.dtype],
+    )
+    share(lambda part, first, last: _write(first, last, arguments), tokens)
+    return live
+
+
+@compiled
+def _write(first: int, last: int, arguments: Any) -> None:
+    updates, coefficients, live, width, like = arguments
+    sums = np.empty((len(live), width), np.float32)
+    for t in range(first, last):
+        live_streams(sums, updates, coefficients, t, like)
+        for j in range(len(live)):
+            store(row_of(live[j], t, width, like), sums[j])
+
+
+def write_backward(d_live: Tensor, updates: list[Tensor], coefficients: Tensor) -> list[Tensor]:
+    """See `dualres.ops.autograd.write_backward`."""
+    tokens = coefficients[0, 0].numel()
+    d_updates = [torch.empty_like(d_live[0]) for _ in coefficients]
+    d_coefficients = torch.empty_like(coefficients if updates else coefficients[:0])
+    arguments = (
+        stream_addresses([d_live])[0],
+        addresses(updates),
+        tokenwise(coefficients, 2),
+        addresses(d_updates),
+        tokenwise(d_coefficients, 2),
+        d_live.shape[-1],
+        LIKE[d_live.dtype],
+    )
+    share(lambda part, first, last: _write_backward(first, last, arguments), tokens)
+    return [*d_updates, *([d_coefficients] if updates else [])]
+
+
+@compiled
+def _write_backward(first: int, last: int, arguments: Any) -> None:
+    d_live, updates, coefficients, d_updates, d_coefficients, width, like = arguments
+    row, given = np.empty(width, np.float32), np.empty((len(d_live), width), np.float32)
+    for t in range(first, last):
+        for j in range(len(d_live)):
+            load(given[j], row_of(d_live[j], t, width, like))
+        for k in range(len(d_updates)):
+            if len(d_coefficients) > 0:
+                load(row, row_of(updates[k], t, width, like))
+                for j in range(len(d_live)):
+                    d_coefficients[k, j, t] = dot(row, given[j])
+            row[:] = 0
+            for j in range(len(d_live)):
+                add(row, coefficients[k, j, t], given[j])
+            store(row_of(d_updates[k], t, width, like), row)

@@ -1,0 +1,118 @@
+"""How Python calls the kernels: tensors as addresses and arrays, tokens shared out over threads.
+
+numba knows no bfloat16, so a stream is passed as an address and an array that says what its bits mean: float32, uint16
+for bfloat16, int16 for float16.
+
+There are as many threads as PyTorch uses, each with a run of tokens of its own. On Linux they are PyTorch's own
+threads, woken through its OpenMP library. Threads beside them would compete with them for the processors: after an
+operator of PyTorch, its threads keep spinning for the next one.
+"""
+
+import ctypes
+import functools
+import math
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+FEWEST_TOKENS = 16  # for one thread: with fewer, waking it costs more than its work
+CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+LIKE = {
+    torch.float32: np.empty(0, np.float32),
+    torch.bfloat16: np.empty(0, np.uint16),
+    torch.float16: np.empty(0, np.int16),
+}
+Array = np.ndarray[Any, Any]
+
+
+def addresses(tensors: Sequence[Tensor]) -> Array:
+    """Where each tensor begins. n × … -> (n,)"""
+    return np.array([tensor.data_ptr() for tensor in tensors], np.int64)
+
+
+def stream_addresses(tensors: Sequence[Tensor]) -> Array:
+    """Where each stream of each tensor begins. n × (J,B,T,D) -> (n,J)"""
+    first = tensors[0]
+    step, streams = first.stride(0) * first.element_size(), range(len(first))
+    return np.array([[begin + step * j for j in streams] for begin in map(Tensor.data_ptr, tensors)], np.int64)
+
+
+def array(tensor: Tensor) -> Array:
+    """A contiguous float32 tensor, which must outlive it, as an array.
+
+    `Tensor.numpy` would make its storage unresizable for ever, and FSDP2 frees a parameter by resizing.
+    """
+    return _floats(tensor.data_ptr(), tensor.shape)
+
+
+def tokenwise(tensor: Tensor, others: int) -> Array:
+    """`array`, of one number per token, whose axes come after so many others. (…,B,T) -> (…,N)"""
+    shape = tensor.shape
+    return _floats(tensor.data_ptr(), (*shape[:others], math.prod(shape[others:])))
+
+
+@functools.lru_cache(maxsize=4096)
+def _floats(address: int, shape: tuple[int, ...]) -> Array:
+    """What is at an address, as an array that does not keep it alive."""
+    if math.prod(shape) == 0:
+        return np.empty(shape, np.float32)
+    interface = {"data": (address, False), "shape": tuple(shape), "typestr": "<f4", "version": 3}
+    return np.asarray(SimpleNamespace(__array_interface__=interface))
+
+
+def parts(tokens: int) -> int:
+    """How many threads share `tokens` tokens."""
+    return max(1, min(torch.get_num_threads(), tokens // FEWEST_TOKENS))
+
+
+def share(work: Callable[[int, int, int], object], tokens: int) -> None:
+    """Run work(part, first, last) for every part of the tokens, at the same time."""
+    count = parts(tokens)
+    if count == 1:
+        work(0, 0, tokens)
+        return
+    ends = [tokens * part // count for part in range(count + 1)]
+    openmp = pytorch_threads()
+    if openmp is None:
+        pool = own_threads(os.getpid(), count)
+        tasks = [pool.submit(work, part, ends[part], ends[part + 1]) for part in range(count)]
+        wait(tasks)  # all of them, also if one fails: until then they write to memory that a failure may free
+        for task in tasks:
+            task.result()
+        return
+    failures: list[BaseException] = []
+
+    def run(_: object) -> None:
+        try:
+            for part in range(openmp.omp_get_thread_num(), count, openmp.omp_get_num_threads()):
+                work(part, ends[part], ends[part + 1])
+        except BaseException as failure:  # no exception may leave a foreign thread
+            failures.append(failure)
+
+    openmp.GOMP_parallel(CALLBACK(run), None, count, 0)
+    if failures:
+        raise failures[0]
+
+
+@functools.cache
+def pytorch_threads() -> Any:
+    """The OpenMP library that PyTorch has loaded, if it is GNU's; None elsewhere."""
+    try:
+        library = ctypes.CDLL(None)
+        library.GOMP_parallel.argtypes = [CALLBACK, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+        library.GOMP_parallel.restype = None
+    except (AttributeError, TypeError, OSError):  # another library, or a system where a program has no handle
+        return None
+    return library
+
+
+@functools.cache
+def own_threads(process: int, count: int) -> ThreadPoolExecutor:
+    """Threads that outlive a call; a forked process, which inherits none, has its own."""
+    return ThreadPoolExecutor(count, thread_name_prefix="dualres")
