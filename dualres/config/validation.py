@@ -121,12 +121,18 @@ def multiple_of_8(name: str, value: int) -> None:
         )
 
 
-def divides(name: str, part: int, **wholes: int) -> None:
-    """Raise if `part` does not divide one of the named numbers of the model."""
+def at_most(name: str, value: float, limit: str, most: float, remedy: str = "") -> None:
+    """Raise if a number exceeds another, whose name is `limit`."""
+    if value > most:
+        raise ConfigError(f"{name}={value} exceeds {limit}={most}: use {remedy or f'at most {most}'}")
+
+
+def divides(name: str, part: int, *, section: str = "model", **wholes: int) -> None:
+    """Raise if `part` does not divide one of the numbers, which are named without their section."""
     for whole, value in wholes.items():
         if value % part:
             fitting = choices(divisors(math.gcd(*wholes.values())))
-            raise ConfigError(f"{name}={part} does not divide model.{whole}={value}: use {fitting}")
+            raise ConfigError(f"{name}={part} does not divide {section}.{whole}={value}: use {fitting}")
 
 
 def divisors(n: int) -> list[int]:
