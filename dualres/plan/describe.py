@@ -6,6 +6,7 @@ from dualres.config.schema import Config
 from dualres.model import accounting
 from dualres.model.decoder import Decoder, build_decoder
 from dualres.residual import registry
+from dualres.util.progress import short
 from dualres.util.tables import table
 
 BFLOAT16 = 2  # bytes
@@ -94,8 +95,8 @@ def as_text(described: dict[str, Any], title: str) -> str:
         title,
         f"  decoder    {model['layers']} layers, width {model['width']}, heads {model['heads']} / {model['kv_heads']}, "
         f"{feedforward}, vocabulary {model['vocab_size']:,} {'tied' if model['tied_embeddings'] else 'untied'}",
-        f"  residual   {residual['method']}: {_number(residual['streams'], 'stream', 'streams')}, "
-        f"{_number(residual['branches_per_block'], 'branch', 'branches')} per block{'; ' if options else ''}{options}",
+        f"  residual   {residual['method']}: {number(residual['streams'], 'stream')}, "
+        f"{number(residual['branches_per_block'], 'branch', 'es')} per block{'; ' if options else ''}{options}",
         "",
     ]
     rows = [
@@ -116,11 +117,11 @@ def as_text(described: dict[str, Any], title: str) -> str:
     state, traffic = described["residual_state_bytes_per_token"], described["residual_traffic"]
     lines += [
         *parameter_lines(count),
-        f"flops per token       {_short(flops['forward'])} forward, about {_short(flops['training'])} in training",
-        f"  branches            {_short(flops['branches'])}",
-        f"  attention           {_short(flops['attention'])} at the mean distance of context {model['context']}",
-        f"  vocabulary          {_short(flops['vocabulary'])}",
-        f"  residual pathway    {_short(flops['residual'])} ({flops['residual'] / flops['forward']:.3%})",
+        f"flops per token       {_flops(flops['forward'])} forward, about {_flops(flops['training'])} in training",
+        f"  branches            {_flops(flops['branches'])}",
+        f"  attention           {_flops(flops['attention'])} at the mean distance of context {model['context']}",
+        f"  vocabulary          {_flops(flops['vocabulary'])}",
+        f"  residual pathway    {_flops(flops['residual'])} ({flops['residual'] / flops['forward']:.3%})",
         f"residual state        {state['history']:,} bytes per token in bfloat16, {state['live']:,} of them live",
         f"residual traffic      {traffic['forward_d_per_branch']:.1f}d per token and branch forward, "
         f"{traffic['backward_d_per_branch']:.1f}d backward",
@@ -136,12 +137,9 @@ def _states(first: int, last: int) -> str:
     return f"H{first}" if first == last else f"H{first} … H{last}"
 
 
-def _number(n: int, one: str, many: str) -> str:
-    return f"{n} {one if n == 1 else many}"
+def number(n: int, one: str, plural: str = "s") -> str:
+    return f"{n:,} {one}" if n == 1 else f"{n:,} {one}{plural}"
 
 
-def _short(n: int) -> str:
-    for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if n >= size:
-            return f"{n / size:.3g}{unit}"
-    return str(n)
+def _flops(n: int) -> str:
+    return short(n).replace("B", "G")

@@ -2,15 +2,13 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 from dualres.config.schema import Config
 from dualres.model.decoder import build_decoder
-from dualres.plan import communication, memory
-from dualres.plan.describe import counts, parameter_lines
+from dualres.plan.describe import counts, number, parameter_lines
 from dualres.plan.estimate import MeshEstimate, StepEstimate
 from dualres.plan.hardware import GIB, Hardware
-from dualres.plan.time import StepSeconds
 from dualres.train.preflight import Check
 from dualres.train.recipe import learning_rate, steps_of
 from dualres.util.progress import short
@@ -122,9 +120,9 @@ def as_text(plan: Plan, title: str) -> str:
     made = {name: column for name, column in plan.columns.items() if isinstance(column, MeshEstimate)}
     steps = {name: column.step for name, column in made.items() if column.step is not None}
     speed = [f"{short(s.tokens_per_second)} tokens/s, {s.utilization:.0%} of the peak" for s in [own.step] if s]
-    ranks = f"{_number(mesh.data, 'rank')} × {_number(own.micro_batches, 'micro-batch', 'es')} of {train.micro_batch}"
+    ranks = f"{number(mesh.data, 'rank')} × {number(own.micro_batches, 'micro-batch', 'es')} of {train.micro_batch}"
     lines = [
-        f"{title} on {_number(mesh.processes, 'GPU')}: {mesh.describe()} with {own.engine}, {how}",
+        f"{title} on {number(mesh.processes, 'GPU')}: {mesh.describe()} with {own.engine}, {how}",
         "; ".join([plan.checks[-1].says, *speed]),
         "",
         *parameter_lines(counted["parameters"]),
@@ -159,7 +157,7 @@ def _memory_table(made: Mapping[str, MeshEstimate]) -> str:
     more = [("total", *(f"{held.total / GIB:.2f}" for held in fullest.values()), "")]
     if any(column.fullest for column in made.values()):
         more.append(("pipeline rank", *(str(column.fullest) for column in made.values()), "that holds most"))
-    return _table("memory of a rank, GiB", GIB, 2, fullest, memory.DESCRIPTIONS, more)
+    return _table("memory of a rank, GiB", GIB, 2, fullest, more)
 
 
 def _communication_table(steps: Mapping[str, StepEstimate]) -> str:
@@ -170,7 +168,7 @@ def _communication_table(steps: Mapping[str, StepEstimate]) -> str:
         naive = [sum(step.resent) for step in steps.values()]
         more.append(("whole pipeline", *(f"{size / 1e9:.2f}" for size in cached), "its ranks together"))
         more.append(("  naive", *(f"{size / 1e9:.2f}" for size in naive), "if each boundary carried all states again"))
-    return _table("sent by a rank in a step, GB", 1e9, 2, most, communication.DESCRIPTIONS, more)
+    return _table("sent by a rank in a step, GB", 1e9, 2, most, more)
 
 
 def _seconds_table(steps: Mapping[str, StepEstimate]) -> str:
@@ -179,21 +177,14 @@ def _seconds_table(steps: Mapping[str, StepEstimate]) -> str:
         ("tokens/s", *(f"{step.tokens_per_second:,.0f}" for step in steps.values()), ""),
         ("utilization, %", *(f"{100 * step.utilization:.1f}" for step in steps.values()), "of the peak, by products"),
     ]
-    seconds = {name: step.seconds for name, step in steps.items()}
-    return _table("seconds of a step, s", 1, 3, seconds, dict.fromkeys(StepSeconds._fields, ""), more)
+    return _table("seconds of a step, s", 1, 3, {name: step.seconds for name, step in steps.items()}, more)
 
 
-def _table(
-    title: str, unit: float, digits: int, columns: Mapping[str, Any], fields: Mapping[str, str], more: Sequence[Any]
-) -> str:
+def _table(title: str, unit: float, digits: int, columns: Mapping[str, Any], more: Sequence[Any]) -> str:
     """A column per residual, a row per field that is not zero everywhere as printed, and more rows."""
-    rows = [
-        (field.replace("_", " "), *(f"{getattr(each, field) / unit:.{digits}f}" for each in columns.values()), what)
-        for field, what in fields.items()
-    ]
-    rows = [row for row in rows if any(float(value) for value in row[1:-1])]
+    rows = []
+    for field, hint in get_type_hints(type(next(iter(columns.values()))), include_extras=True).items():
+        values = [f"{getattr(each, field) / unit:.{digits}f}" for each in columns.values()]
+        if any(map(float, values)):
+            rows.append((field.replace("_", " "), *values, *getattr(hint, "__metadata__", [""])))
     return table([title, *columns, "what"], [*rows, *more])
-
-
-def _number(n: int, one: str, plural: str = "s") -> str:
-    return f"{n:,} {one}" if n == 1 else f"{n:,} {one}{plural}"

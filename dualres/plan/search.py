@@ -13,7 +13,7 @@ from dualres.config.schema import Config, ConfigError, ParallelConfig, TrainConf
 from dualres.config.validation import divisors
 from dualres.model.activation_checkpointing import Recompute
 from dualres.parallel.mesh import Mesh, block_count, mesh_of
-from dualres.plan.activations import PartBytes, Passes
+from dualres.plan.activations import Memory, Passes
 from dualres.plan.estimate import MeshEstimate, estimate
 from dualres.plan.hardware import GIB, USABLE, Hardware
 from dualres.plan.local_model import part_of
@@ -105,12 +105,13 @@ def _least_passes(config: Config, mesh: Mesh) -> Passes:
     stream = train.micro_batch * model.context * model.width * width
     tensor = part_of(stream, mesh.tensor) * (2 if model.moe is None else 1)  # an MoE branch gathers nothing
     rows = part_of(stream // mesh.tensor * model.moe.active, mesh.expert_ranks) if model.moe else 0
-    layer = PartBytes(tensor=4 * tensor, experts=4 * rows)  # twice forward, twice backward
+    layers = [branches // 2 for branches in cost.branches]
     return Passes(
         shared=0,
-        start=PartBytes(),
-        blocks=tuple(PartBytes().plus(layer, branches // 2) for branches in cost.branches),
-        end=PartBytes(),
+        start=Memory(),
+        blocks=(Memory(),) * len(layers),
+        sent=tuple((4 * tensor * count, 4 * rows * count) for count in layers),  # twice forward, twice backward
+        end=Memory(),
         loss=0,
         logits=0,
         stream=stream // mesh.tensor,

@@ -20,11 +20,10 @@ from dualres.model.decoder import build_decoder
 from dualres.model.loss import Objective
 from dualres.ops import dispatch
 from dualres.parallel.mesh import Mesh
-from dualres.plan.activations import CASTING, Passes, count_passes
+from dualres.plan.activations import CASTING, Memory, Passes, count_passes
 from dualres.plan.estimate import estimate
 from dualres.plan.hardware import Hardware
 from dualres.plan.local_model import Share
-from dualres.plan.memory import Memory
 from dualres.plan.stages import pipeline_ranks
 from dualres.train.process_group import World
 from tests.plan.engine_memory import sequences, step_memory
