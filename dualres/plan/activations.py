@@ -111,12 +111,11 @@ def count_passes(config: Config, share: Share, engine: str) -> Passes:
     bf16 = train.precision == "bf16"
     if bf16 and engine in CASTING:
         local.decoder.to(torch.bfloat16)
+    autocast = torch.autocast("cpu", torch.bfloat16, enabled=bf16 and engine not in CASTING)
     with dispatch.for_shapes(), FakeTensorMode(allow_non_fake_inputs=True):  # the meta parameters are not fake
         local.decoder.to_empty(device="cpu")
         recompute_blocks(local.decoder.stack, train.recompute)
-        autocast = bf16 and engine not in CASTING
-        precision = torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext()
-        return _count(local, config, precision, keep_gradients=engine in KEEPING)
+        return _count(local, config, autocast, keep_gradients=engine in KEEPING)
 
 
 class BlockCall(NamedTuple):
@@ -127,13 +126,11 @@ class BlockCall(NamedTuple):
     before: Memory
 
 
-def _count(
-    local: LocalModel, config: Config, precision: contextlib.AbstractContextManager[Any], *, keep_gradients: bool
-) -> Passes:
+def _count(local: LocalModel, config: Config, autocast: torch.autocast, *, keep_gradients: bool) -> Passes:
     decoder, train, blocks = local.decoder, config.train, list(local.decoder.stack)
     live = LiveBytes(decoder.parameters(), tag="activations")
     with live, _watched(decoder, live) as calls:
-        with precision:  # what the objective does, in two halves
+        with autocast:  # what the objective does, in two halves
             sequences = torch.zeros((train.micro_batch, config.model.context + 1), dtype=torch.long)
             tokens, targets = sequences[:, :-1], sequences[:, 1:]
             documents = document_numbers(tokens, 0) if train.documents == "isolate" else None
@@ -156,7 +153,7 @@ def _count(
     counted, sent = [], []
     for block, (before, after) in zip(blocks, pairwise(edges), strict=True):
         tensor, experts = local.tensor.sent, local.experts.sent
-        work = _backward_work(block, calls[block], precision, keep_gradients=keep_gradients)
+        work = _backward_work(block, calls[block], autocast, keep_gradients=keep_gradients)
         counted.append(after.plus(before, -1)._replace(work=work))
         sent.append((local.tensor.sent - tensor, local.experts.sent - experts))
     return Passes(
@@ -215,9 +212,7 @@ def _watched(decoder: Decoder, live: LiveBytes) -> Iterator[dict[nn.Module, Bloc
         hook.remove()
 
 
-def _backward_work(
-    block: ResidualBlock, call: BlockCall, precision: contextlib.AbstractContextManager[Any], *, keep_gradients: bool
-) -> int:
+def _backward_work(block: ResidualBlock, call: BlockCall, autocast: torch.autocast, *, keep_gradients: bool) -> int:
     """The peak of a block's backward pass above what its forward pass has left, which runs first."""
     states = [torch.zeros(shape, dtype=dtype, requires_grad=True) for shape, dtype in call.history]
     older = [*block.parameters(), *states, *_shared_tensors(call.context)]
@@ -226,7 +221,7 @@ def _backward_work(
             parameter.grad = torch.zeros_like(parameter)
             older.append(parameter.grad)
     with LiveBytes(older) as live:
-        with precision:
+        with autocast:
             out = block(*states, **call.context)
         left = live.now - out.nbytes
         for state in states:  # what later blocks and the readout have sent back

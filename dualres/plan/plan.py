@@ -113,9 +113,8 @@ def _column_data(made: MeshEstimate) -> dict[str, Any]:
 def as_text(plan: Plan, title: str) -> str:
     """The plan for a terminal."""
     own = plan.own
-    mesh, train, context, found = own.mesh, own.config.train, own.config.model.context, batch(own)
-    counted = counts(build_decoder(own.config.model, own.config.residual, device="meta"))
-    flops, rates = counted["flops_per_token"], schedule(own.config)
+    mesh, train, context, data = own.mesh, own.config.train, own.config.model.context, as_data(plan)
+    flops, found, rates = data["flops_per_token"], data["batch"], data["schedule"]
     how = "chosen, the fastest that fits" if plan.chosen else "as given"
     made = {name: column for name, column in plan.columns.items() if isinstance(column, MeshEstimate)}
     steps = {name: column.step for name, column in made.items() if column.step is not None}
@@ -125,8 +124,8 @@ def as_text(plan: Plan, title: str) -> str:
         f"{title} on {number(mesh.processes, 'GPU')}: {mesh.describe()} with {own.engine}, {how}",
         "; ".join([plan.checks[-1].says, *speed]),
         "",
-        *parameter_lines(counted["parameters"]),
-        f"  vocabulary          {counted['parameters']['vocabulary']:,}",
+        *parameter_lines(data["parameters"]),
+        f"  vocabulary          {data['parameters']['vocabulary']:,}",
         f"flops per token       {short(flops['forward'])} forward, about {short(flops['training'])} in training; "
         f"{flops['training'] * found['tokens']:.3g} in the whole run",
         f"mesh                  data {mesh.data} × tensor {mesh.tensor} × pipeline {mesh.pipeline}"

@@ -7,6 +7,7 @@ best one so far, that is the best of all.
 import dataclasses
 import math
 from collections.abc import Iterator, Set
+from itertools import product
 from typing import Any, NamedTuple
 
 from dualres.config.schema import Config, ConfigError, ParallelConfig, TrainConfig
@@ -84,10 +85,21 @@ def choose(
 
 def candidates(config: Config, processes: int, hardware: Hardware, fixed: Set[str]) -> Iterator[Candidate]:
     """Every possible mesh with every micro-batch that the recipe allows and every recomputation."""
-    for cut, mesh in _meshes(config, processes, hardware, fixed):
-        ranks = pipeline_ranks(cut, cut.train.engine, mesh, _least_passes(cut, mesh))
+    train, engine = config.train, "single" if processes == 1 else "fsdp2"
+    micro_batches = {train.micro_batch}
+    if "micro_batch" not in fixed and config.model.moe is None:  # a router balances its micro-batch: part of the recipe
+        micro_batches |= {n for n in divisors(train.global_batch) if n <= MOST_MICRO_BATCH}
+    for parallel, micro_batch in product(_parallels(config, processes, hardware), sorted(micro_batches)):
+        try:
+            cut = with_train(config, micro_batch=micro_batch, parallel=parallel, engine=engine)
+            mesh = mesh_of(cut, processes)
+        except ConfigError:
+            continue
+        if train.global_batch < micro_batch * mesh.data:
+            continue
+        ranks = pipeline_ranks(cut, engine, mesh, _least_passes(cut, mesh))
         held = max(map(least_memory, ranks))
-        for recompute in [config.train.recompute] if "recompute" in fixed else RECOMPUTE:
+        for recompute in [train.recompute] if "recompute" in fixed else RECOMPUTE:
             candidate = with_train(cut, recompute=recompute)
             seconds = step_seconds([rank._replace(config=candidate) for rank in ranks], hardware)
             yield Candidate(candidate, mesh, seconds.total, held)
@@ -120,21 +132,8 @@ def _least_passes(config: Config, mesh: Mesh) -> Passes:
     )
 
 
-def _meshes(config: Config, processes: int, hardware: Hardware, fixed: Set[str]) -> Iterator[tuple[Config, Mesh]]:
-    """Larger tensor groups come last."""
-    for parallel in _parallels(config, processes, hardware):
-        for micro_batch in _micro_batches(config, fixed):
-            engine = "single" if processes == 1 else "fsdp2"
-            try:
-                cut = with_train(config, micro_batch=micro_batch, parallel=parallel, engine=engine)
-                mesh = mesh_of(cut, processes)
-            except ConfigError:
-                continue
-            if cut.train.global_batch >= micro_batch * mesh.data:
-                yield cut, mesh
-
-
 def _parallels(config: Config, processes: int, hardware: Hardware) -> Iterator[ParallelConfig]:
+    """Larger tensor groups come last."""
     model, blocks = config.model, block_count(config)
     tensors = [n for n in divisors(math.gcd(model.heads, model.kv_heads)) if n <= hardware.node_size]
     experts = divisors(model.moe.experts) if model.moe else [1]
@@ -145,22 +144,10 @@ def _parallels(config: Config, processes: int, hardware: Hardware) -> Iterator[P
                     yield ParallelConfig(tensor, pipeline, virtual, expert, sequence_parallel=tensor > 1)
 
 
-def _micro_batches(config: Config, fixed: Set[str]) -> list[int]:
-    """Routers balance each micro-batch, so that of a sparse model is part of its recipe."""
-    train = config.train
-    if "micro_batch" in fixed or config.model.moe is not None:
-        return [train.micro_batch]
-    return sorted({train.micro_batch, *(n for n in divisors(train.global_batch) if n <= MOST_MICRO_BATCH)})
-
-
 def _enough(config: Config, processes: int, hardware: Hardware) -> int:
     """Sequences for one micro-batch on every data-parallel rank of the deepest and widest mesh."""
-    ranks = [
-        processes // (p.tensor * p.pipeline)
-        for p in _parallels(config, processes, hardware)
-        if processes % (p.tensor * p.pipeline) == 0
-    ]
-    return config.train.micro_batch * min(ranks)
+    shared = {parallel.tensor * parallel.pipeline for parallel in _parallels(config, processes, hardware)}
+    return config.train.micro_batch * min(processes // ranks for ranks in shared if processes % ranks == 0)
 
 
 def check_memory(made: MeshEstimate, hardware: Hardware) -> Check:

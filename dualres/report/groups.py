@@ -72,7 +72,12 @@ def group_runs(runs: Sequence[Run]) -> tuple[list[Group], list[Run]]:
     alike: dict[str, dict[int, Run]] = {}
     for run in sorted(runs, key=lambda run: run.summary is None):  # of two with one seed, take the finished one
         alike.setdefault(repr(_settings(run, data)), {}).setdefault(run.seed, run)
-    groups = [_group(tuple(seeds[seed] for seed in sorted(seeds)), data) for seeds in alike.values()]
+    groups = []
+    for seeds in alike.values():
+        members = tuple(seeds[seed] for seed in sorted(seeds))
+        config, found = members[0].config, origin(members[0].config)
+        names = _scale(config, found), _residual(config, found)
+        groups.append(Group(*names, members, _settings(members[0], data), origin=found))
     given = {run.folder: number for number, run in enumerate(runs)}
     scales = list(dict.fromkeys(group.scale for group in sorted(groups, key=lambda g: given[g.runs[0].folder])))
     groups.sort(key=lambda g: (scales.index(g.scale), not g.is_standard, given[g.runs[0].folder]))
@@ -87,11 +92,6 @@ def data_names(runs: Sequence[Run]) -> dict[str, str]:
         name = run.data.name if run.data.name not in names.values() else f"{run.data.name} ({run.content[:8]})"
         names.setdefault(run.content, name)
     return names
-
-
-def _group(runs: tuple[Run, ...], data: Mapping[str, str]) -> Group:
-    config, found = runs[0].config, origin(runs[0].config)
-    return Group(_scale(config, found), _residual(config, found), runs, _settings(runs[0], data), origin=found)
 
 
 def _distinguished(group: Group, groups: Sequence[Group]) -> Group:
