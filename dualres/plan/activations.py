@@ -67,9 +67,7 @@ class Passes(NamedTuple):
     start: Memory  # embedding, with H_0
     blocks: tuple[Memory, ...]  # each with its state H_b, and the work of its backward pass
     sent: tuple[tuple[int, int], ...]  # by each block, there and back: within the tensor group, to other ranks' experts
-    end: Memory  # readout and final norm
-    loss: int  # the gradients of hidden states and output weights
-    logits: int  # the peak of the loss, above all that is kept
+    end: Memory  # readout, final norm and loss; its work is the peak of the loss, above all that is kept
     stream: int  # one stream (B,T,D) of the rank's share of the sequence
     streams: int  # J
     keeps_history: bool
@@ -161,9 +159,7 @@ def _count(local: LocalModel, config: Config, autocast: torch.autocast, *, keep_
         start=edges[0].plus(embedding, -1).plus(Memory(activations=shared + with_loss - kept), -1),
         blocks=tuple(counted),
         sent=tuple(sent),
-        end=ended.plus(edges[-1], -1).plus(embedding),
-        loss=with_loss - ended.kept,
-        logits=peak - kept,
+        end=ended.plus(edges[-1], -1).plus(embedding)._replace(loss=with_loss - ended.kept, work=peak - kept),
         stream=stream,
         streams=shape[0],
         keeps_history=blocks[0].pathway.keeps_history,

@@ -22,7 +22,7 @@ def memory(rank: PipelineRank) -> Memory:
     passes, (chunk,) = rank.passes, rank.chunks
     # What the readout keeps is gone when the blocks run backward.
     back = max(block.work for block in passes.blocks) - passes.end.kept
-    return held_by_engine(rank).plus(chunk.kept)._replace(loss=chunk.loss, work=max(passes.logits, back, 0))
+    return held_by_engine(rank).plus(chunk.kept)._replace(work=max(passes.end.work, back, 0))
 
 
 def held_by_engine(rank: PipelineRank) -> Memory:
@@ -64,15 +64,14 @@ def _pipelined(rank: PipelineRank) -> Memory:
     chunks, several = rank.chunks, rank.mesh.virtual > 1
     # PyTorch's interleaved schedule frees what it has sent, states and gradients, when a step ends.
     sizes = {
-        c.number: ChunkBytes(c.kept.kept + c.loss + c.received, c.left, c.sent + c.received if several else 0)
-        for c in chunks
+        c.number: ChunkBytes(c.kept.total + c.received, c.left, c.sent + c.received if several else 0) for c in chunks
     }
     order = actions(rank.mesh, rank.micro_batches, rank.number)
     flight = in_flight(order, rank.mesh.pipeline, sizes)
     held, moved = held_by_engine(rank), max(chunk.sent for chunk in chunks)
     for chunk in chunks:
         times, size = flight.kept[chunk.number], sizes[chunk.number]
-        held = held.plus(chunk.kept._replace(loss=chunk.loss), times)
+        held = held.plus(chunk.kept, times)
         moved += chunk.received * times
         moved += size.left * flight.left[chunk.number] + size.done * flight.done[chunk.number]
     if several:  # the interleaved schedule asks for the next states before it needs them
@@ -98,8 +97,8 @@ def _backward_moments(rank: PipelineRank, flight: InFlight) -> Iterator[Memory]:
     if chunk.last:
         there = rank.width * (gathered + sum(sorted(blocks)[-2:]))
         whole = FLOAT32 * (everything if again else summed)
-        yield Memory(gathered_weights=there, reduced_gradients=whole, work=passes.logits)
-        freed = passes.end
+        yield Memory(gathered_weights=there, reduced_gradients=whole, work=passes.end.work)
+        freed = passes.end._replace(loss=0, work=0)
     for at in reversed(range(len(blocks))):
         there = rank.width * (gathered + sum(blocks[max(0, at - 1) :]))  # with the next, which is being gathered
         # The gradients of its own are in its work.

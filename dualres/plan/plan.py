@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, get_type_hints
 
 from dualres.config.schema import Config
 from dualres.model.decoder import build_decoder
+from dualres.parallel.pipeline import micro_batches
 from dualres.plan.describe import counts, number, parameter_lines
 from dualres.plan.estimate import MeshEstimate, StepEstimate
 from dualres.plan.hardware import GIB, Hardware
@@ -51,7 +52,7 @@ def batch(made: MeshEstimate) -> dict[str, int]:
         "micro_batch": config.train.micro_batch,
         "gpus": mesh.processes,
         "ranks": mesh.data,
-        "accumulation": made.micro_batches,
+        "accumulation": micro_batches(config.train.global_batch, config.train.micro_batch, mesh),  # with padding
         "tokens_per_step": tokens,
         "steps": steps,
         "tokens": tokens * steps,
@@ -119,7 +120,7 @@ def as_text(plan: Plan, title: str) -> str:
     made = {name: column for name, column in plan.columns.items() if isinstance(column, MeshEstimate)}
     steps = {name: column.step for name, column in made.items() if column.step is not None}
     speed = [f"{short(s.tokens_per_second)} tokens/s, {s.utilization:.0%} of the peak" for s in [own.step] if s]
-    ranks = f"{number(mesh.data, 'rank')} × {number(own.micro_batches, 'micro-batch', 'es')} of {train.micro_batch}"
+    ranks = f"{number(mesh.data, 'rank')} × {number(found['accumulation'], 'micro-batch', 'es')} of {train.micro_batch}"
     lines = [
         f"{title} on {number(mesh.processes, 'GPU')}: {mesh.describe()} with {own.engine}, {how}",
         "; ".join([plan.checks[-1].says, *speed]),

@@ -124,8 +124,6 @@ def _least_passes(config: Config, mesh: Mesh) -> Passes:
         blocks=(Memory(),) * len(layers),
         sent=tuple((4 * tensor * count, 4 * rows * count) for count in layers),  # twice forward, twice backward
         end=Memory(),
-        loss=0,
-        logits=0,
         stream=stream // mesh.tensor,
         streams=cost.streams,
         keeps_history=cost.keeps_history,
@@ -170,8 +168,7 @@ def check_memory(made: MeshEstimate, hardware: Hardware) -> Check:
         # What recomputation alone can save, a compiler may save too.
         alone = changed == with_train(config, recompute=changed.train.recompute) and more == ranks
         if config.train.compile != "off" and alone:
-            held = made.memory[made.fullest]
-            kept = (held.activations + held.history + held.live_streams) / GIB
+            kept = made.memory[made.fullest].kept / GIB
             saved = f"train.compile={config.train.compile} keeps fewer activations than the {kept:.1f} GiB counted"
             return Check("memory", "note", f"{found}, but {saved}; if it fails, {remedy}")
         return Check("memory", "problem", f"{found}: {remedy}")

@@ -12,11 +12,8 @@ from typing import NamedTuple
 from torch import nn
 
 from dualres.config.schema import Config, ModelConfig, ResidualConfig
-from dualres.model.decoder import Decoder
-from dualres.model.moe import MoE
 from dualres.parallel.mesh import Mesh, chunk_sizes
 from dualres.parallel.pipeline import Boundary, boundaries, micro_batches
-from dualres.parallel.tensor import LINEARS
 from dualres.plan.activations import Memory, Passes
 from dualres.plan.local_model import Share, local_model
 
@@ -63,16 +60,14 @@ class ModelUnits(NamedTuple):
 
 @functools.cache
 def model_units(model: ModelConfig, residual: ResidualConfig, share: Share) -> ModelUnits:
-    decoder = local_model(model, residual, share).decoder
-    stack, vocabulary, cut = decoder.stack, decoder.vocabulary, _tensor_parallel(decoder)
-    moes = [module for module in decoder.modules() if isinstance(module, MoE)] if share.experts > 1 else []
-    experts = {id(weight) for moe in moes for weight in (moe.gate_up, moe.down)}
+    decoder, tensor, experts = local_model(model, residual, share)
+    stack, vocabulary, cut = decoder.stack, decoder.vocabulary, tensor.divided | experts.divided
     table = {id(p) for p in vocabulary.parameters()}
     uneven = cut & table if model.vocab_size % share.tensor else set()
 
     def unit(*parts: nn.Module | None) -> Unit:
         return tuple(
-            Weight(tuple(p.shape), id(p) in experts, id(p) not in cut | experts, id(p) in table, id(p) in uneven)
+            Weight(tuple(p.shape), id(p) in experts.divided, id(p) not in cut, id(p) in table, id(p) in uneven)
             for part in parts
             if part is not None
             for p in part.parameters()
@@ -82,16 +77,6 @@ def model_units(model: ModelConfig, residual: ResidualConfig, share: Share) -> M
     embedding = unit(vocabulary) if tied else unit(vocabulary.table, vocabulary.widen)
     output = embedding if tied else unit(vocabulary.output, vocabulary.narrow)
     return ModelUnits(tuple(map(unit, stack)), embedding, output, unit(stack.readout, decoder.norm))
-
-
-def _tensor_parallel(decoder: Decoder) -> set[int]:
-    """The parameters that a tensor group divides."""
-    found: list[nn.Module | None] = [decoder.vocabulary.table, decoder.vocabulary.output]
-    for module in decoder.modules():
-        if type(module) in LINEARS:
-            into, out = LINEARS[type(module)]
-            found += [module.get_submodule(name) for name in (*into, out)]
-    return {id(p) for module in found if module is not None for p in module.parameters()}
 
 
 class PlannedChunk(NamedTuple):
@@ -113,13 +98,8 @@ class PlannedChunk(NamedTuple):
         return [weight for unit in (*self.units, self.root) for weight in unit]
 
     @property
-    def loss(self) -> int:
-        """What the loss keeps here."""
-        return self.passes.loss if self.last else 0
-
-    @property
     def kept(self) -> Memory:
-        """What a micro-batch keeps here for its backward pass, without what it has received and without the loss."""
+        """What a micro-batch keeps here for its backward pass, without what it has received."""
         passes = self.passes
         parts = [Memory(activations=passes.shared), *(passes.blocks[b] for b in self.blocks)]
         parts += [passes.start] if self.first else []

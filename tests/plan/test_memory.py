@@ -131,7 +131,7 @@ def test_counted_bytes_are_what_the_allocator_gave(residual: str, feedforward: s
     counted = count_passes(config, Share(), "single")
     blocks = 0 if recompute == "none" else len(counted.blocks)
     generators = blocks * torch.get_rng_state().nbytes  # a recomputed block keeps the random state
-    assert 0 <= allocated(forward).left - (kept_bytes(config, counted) + counted.loss + generators) < SCALARS
+    assert 0 <= allocated(forward).left - (kept_bytes(config, counted) + counted.end.loss + generators) < SCALARS
 
 
 def planned(config: Config, engine: str, ranks: int) -> Memory:
