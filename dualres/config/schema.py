@@ -129,7 +129,7 @@ class ModelConfig:
                 f"model.width={self.width} does not split into model.heads={self.heads} heads of even width, which "
                 f"the rotary embedding needs: {remedy}"
             )
-        divides("model.kv_heads", self.kv_heads, heads=self.heads)
+        divides("model.kv_heads", self.kv_heads, {"model.heads": self.heads})
         if self.embedding_width is not None:
             remedy = f"at most {self.width}, or null for a table as wide as the model"
             at_most("model.embedding_width", self.embedding_width, "model.width", self.width, remedy)
@@ -296,7 +296,7 @@ class TrainConfig:
         convert_fields(self, "train.")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(f"train.betas={self.betas} are not all in [0, 1): use (0.9, 0.95)")
-        divides("train.micro_batch", self.micro_batch, section="train", global_batch=self.global_batch)
+        divides("train.micro_batch", self.micro_batch, {"train.global_batch": self.global_batch})
         remedy = f"a tenth of it, {self.learning_rate / 10:g}"
         at_most("train.min_learning_rate", self.min_learning_rate, "train.learning_rate", self.learning_rate, remedy)
 
@@ -335,9 +335,10 @@ class Config:
                 f"train.warmup_steps={train.warmup_steps} exceeds the {train.tokens // step} steps that "
                 f"train.tokens={train.tokens} make: use fewer, such as a tenth of them"
             )
-        divides("train.parallel.tensor", parallel.tensor, heads=model.heads, kv_heads=model.kv_heads)
+        heads = {"model.heads": model.heads, "model.kv_heads": model.kv_heads}
+        divides("train.parallel.tensor", parallel.tensor, heads)
         if model.moe is not None:
-            divides("train.parallel.expert", parallel.expert, **{"moe.experts": model.moe.experts})
+            divides("train.parallel.expert", parallel.expert, {"model.moe.experts": model.moe.experts})
         elif parallel.expert > 1:
             raise ConfigError(f"train.parallel.expert={parallel.expert} needs experts: use 1, or set model.moe")
         at_most("train.parallel.pipeline", parallel.pipeline, "model.layers", model.layers)

@@ -127,12 +127,12 @@ def at_most(name: str, value: float, limit: str, most: float, remedy: str = "") 
         raise ConfigError(f"{name}={value} exceeds {limit}={most}: use {remedy or f'at most {most}'}")
 
 
-def divides(name: str, part: int, *, section: str = "model", **wholes: int) -> None:
-    """Raise if `part` does not divide one of the numbers, which are named without their section."""
+def divides(name: str, part: int, wholes: Mapping[str, int]) -> None:
+    """Raise if `part` does not divide one of the named numbers."""
     for whole, value in wholes.items():
         if value % part:
             fitting = choices(divisors(math.gcd(*wholes.values())))
-            raise ConfigError(f"{name}={part} does not divide {section}.{whole}={value}: use {fitting}")
+            raise ConfigError(f"{name}={part} does not divide {whole}={value}: use {fitting}")
 
 
 def divisors(n: int) -> list[int]:

@@ -99,16 +99,10 @@ def as_text(described: dict[str, Any], title: str) -> str:
         f"{number(residual['branches_per_block'], 'branch', 'es')} per block{'; ' if options else ''}{options}",
         "",
     ]
-    rows = [
-        [
-            block["block"],
-            "{}–{}".format(*block["branches"]),
-            _states(*block["sees"]),
-            block["parameter_sets"] or "",
-            block["parameters"],
-        ]
-        for block in described["blocks"]
-    ]
+    rows = []
+    for block in described["blocks"]:
+        branches, states = "{}–{}".format(*block["branches"]), _states(*block["sees"])
+        rows.append([block["block"], branches, states, block["parameter_sets"] or "", block["parameters"]])
     readout = described["readout"]
     rows.append(["readout", "", _states(*readout["sees"]), "", readout["parameters"]])
     lines += [table(["block", "branches", "sees", "parameter sets", "residual parameters"], rows), ""]

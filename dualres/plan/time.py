@@ -54,9 +54,8 @@ class TokenCost(NamedTuple):
 
     flops: Flops  # forward
     branches: tuple[int, ...]  # of each block
-    elements: tuple[float, ...]  # of streams that each block's pathway moves, forward and backward
+    elements: tuple[float, ...]  # of streams that each block's pathway and the readout move, forward and backward
     forward: float  # share of these in the forward pass
-    readout: float
     streams: int
     keeps_history: bool
 
@@ -65,17 +64,14 @@ class TokenCost(NamedTuple):
 def token_cost(model: ModelConfig, residual: ResidualConfig) -> TokenCost:
     decoder = build_decoder(model, residual, device="meta")
     whole, rows = residual_traffic(decoder), _pathway_rows(model, residual)
-    scale = sum(whole) / sum(rows)
-    *blocks, readout = (scale * count for count in rows)
-    stack, flops = list(decoder.stack), flops_per_token(decoder)
+    scale, blocks = sum(whole) / sum(rows), list(decoder.stack)
     return TokenCost(
-        flops,
-        tuple(len(block.branches) for block in stack),
-        tuple(blocks),
+        flops_per_token(decoder),
+        tuple(len(block.branches) for block in blocks),
+        tuple(scale * count for count in rows),
         whole.forward / sum(whole),
-        readout,
         decoder.stack.streams,
-        stack[0].pathway.keeps_history,
+        blocks[0].pathway.keeps_history,
     )
 
 
@@ -143,4 +139,4 @@ def _work(rank: PipelineRank, chunk: PlannedChunk) -> tuple[float, float]:
     branches = share * (flops.branches + flops.attention) * (3 + again)
     elements = sum(cost.elements[b] for b in chunk.blocks) * (1 + (train.recompute != "none") * cost.forward)
     tokens = train.micro_batch * config.model.context / rank.mesh.tensor
-    return tokens * (branches + 3 * flops.vocabulary * chunk.last), tokens * (elements + cost.readout * chunk.last)
+    return tokens * (branches + 3 * flops.vocabulary * chunk.last), tokens * (elements + cost.elements[-1] * chunk.last)

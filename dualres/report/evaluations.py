@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from dualres.config.schema import ConfigError
-from dualres.evaluate.tables import REFERENCE, ResultTable, TableCell
+from dualres.evaluate.tables import REFERENCE
 from dualres.report.html import Markup, join, notes, tag
 from dualres.report.html import table as html_table
 
@@ -27,30 +27,19 @@ def as_html(requested: Sequence[Path], runs: Sequence[Path]) -> Markup:
 def _evaluation(file: Path) -> Markup:
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
-        tables = [_table(given) for given in data["tables"]] if "tables" in data else None
-    except (ValueError, TypeError, KeyError) as error:
+        if "tables" in data:
+            return join(*(_table(given) for given in data["tables"]))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(f"{file} cannot be read ({error!r}): {_AGAIN}") from None
-    if tables is None:
-        return tag("p", f"{file} was written by an older version and has no tables: {_AGAIN}", class_="notice")
-    return join(*(_as_html(table) for table in tables))
+    return tag("p", f"{file} was written by an older version and has no tables: {_AGAIN}", class_="notice")
 
 
-def _as_html(table: ResultTable) -> Markup:
-    groups = {"": [_texts(row) for row in table.rows]}
-    if table.reference:
-        groups[REFERENCE] = [_texts(row) for row in table.reference]
-    return join(html_table(table.title, table.header, groups), notes(table.notes))
+def _table(given: dict[str, Any]) -> Markup:
+    groups = {"": [[_cell(**cell) for cell in row] for row in given["rows"]]}
+    if given["reference"]:
+        groups[REFERENCE] = [[_cell(**cell) for cell in row] for row in given["reference"]]
+    return join(html_table(given["title"], given["header"], groups), notes(given["notes"]))
 
 
-def _texts(row: Sequence[TableCell]) -> list[str]:
-    return [
-        join(tag("b", cell.text) if cell.bold else cell.text, f" ± {cell.error}" if cell.error else "") for cell in row
-    ]
-
-
-def _table(given: dict[str, Any]) -> ResultTable:
-    def cells(rows: list[list[dict[str, Any]]]) -> tuple[tuple[TableCell, ...], ...]:
-        return tuple(tuple(TableCell(**cell) for cell in row) for row in rows)
-
-    parts = {"header": tuple(given["header"]), "notes": tuple(given["notes"])}
-    return ResultTable(**{**given, **parts, "rows": cells(given["rows"]), "reference": cells(given["reference"])})
+def _cell(text: str, error: str, bold: bool) -> Markup:
+    return join(tag("b", text) if bold else text, f" ± {error}" if error else "")

@@ -88,12 +88,12 @@ def _analyses(groups: Sequence[Group]) -> Markup:
     found: dict[str, Analysis] = {}
     used = []
     for group in groups:
-        there = ((run, read_analysis(run.folder / FOLDER)) for run in group.runs)
-        run, analysis = next(((run, analysis) for run, analysis in there if analysis is not None), (None, None))
-        if run is not None and analysis is not None:
-            name = f"{group.scale} {group.method}" if several else group.method
-            found[name] = analysis
-            used.append(f"{name} (seed {run.seed}, {run.folder.name})")
+        name = f"{group.scale} {group.method}" if several else group.method
+        for run in group.runs:
+            if (analysis := read_analysis(run.folder / FOLDER)) is not None:
+                found[name] = analysis
+                used.append(f"{name} (seed {run.seed}, {run.folder.name})")
+                break
     if not found:
         return tag("p", "No run has been analyzed: run ", code("dualres analyze RUN…"), ", then make this page again.")
     protocols = list(dict.fromkeys(analysis.protocol() for analysis in found.values()))
