@@ -133,7 +133,7 @@ def _count(local: LocalModel, config: Config, autocast: torch.autocast, *, keep_
             tokens, targets = sequences[:, :-1], sequences[:, 1:]
             documents = document_numbers(tokens, 0) if train.documents == "isolate" else None
             hidden = decoder.hidden(tokens, documents=documents)
-            ended = _kept(live).plus(Memory(activations=hidden.nbytes), -1)
+            ended = Memory(**live.by_tag()).plus(Memory(activations=hidden.nbytes), -1)
             rows, weight = decoder.vocabulary.output_product(hidden)
             if local.tensor.ranks > 1:
                 loss = RangeLoss.apply(rows, weight, targets, train.loss_rows)
@@ -166,10 +166,6 @@ def _count(local: LocalModel, config: Config, autocast: torch.autocast, *, keep_
     )
 
 
-def _kept(live: LiveBytes) -> Memory:
-    return Memory(**live.by_tag())
-
-
 @contextlib.contextmanager
 def _watched(decoder: Decoder, live: LiveBytes) -> Iterator[dict[nn.Module, BlockCall]]:
     """Tag live bytes by what creates them, and record every call of a block and of the readout."""
@@ -180,7 +176,8 @@ def _watched(decoder: Decoder, live: LiveBytes) -> Iterator[dict[nn.Module, Bloc
     def called(module: nn.Module, history: tuple[Tensor, ...], context: dict[str, Any]) -> None:
         if not calls:  # H_0, which no block has made
             live.retag(history[0], states)
-        calls[module] = BlockCall([(state.shape, state.dtype) for state in history], context, _kept(live))
+        shapes = [(state.shape, state.dtype) for state in history]
+        calls[module] = BlockCall(shapes, context, Memory(**live.by_tag()))
         live.tag = "live_streams"
 
     def closed(module: nn.Module, history: Any, out: Tensor) -> None:

@@ -1,5 +1,7 @@
 """One model on one page: how it is cut into blocks, and what it costs in parameters, flops and residual state."""
 
+from dataclasses import asdict
+from itertools import accumulate
 from typing import Any
 
 from dualres.config.schema import Config
@@ -18,22 +20,20 @@ def describe(config: Config) -> dict[str, Any]:
     decoder = build_decoder(config.model, config.residual, device="meta")
     places = registry.places(2 * config.model.layers, config.residual)
     options = registry.resolve(config.residual)
-    blocks = []
-    first = 0
-    for b, (place, block) in enumerate(zip(places, decoder.stack, strict=True), start=1):
-        last = first + place.branches
-        blocks.append(
-            {
-                "block": b,
-                "branches": [first + 1, last],
-                "sees": [0, b - 1] if block.pathway.keeps_history else [b - 1, b - 1],
-                "parameter_sets": len(set(place.set_of_branch)) if "share_parameters" in options else 0,
-                "parameters": sum(p.numel() for p in block.pathway.parameters()),
-            }
-        )
-        first = last
+    keeps_history = next(iter(decoder.stack)).pathway.keeps_history
+    ends = [0, *accumulate(place.branches for place in places)]
+    blocks = [
+        {
+            "block": b,
+            "branches": [ends[b - 1] + 1, ends[b]],
+            "sees": [0 if keeps_history else b - 1, b - 1],
+            "parameter_sets": len(set(place.set_of_branch)) if "share_parameters" in options else 0,
+            "parameters": sum(p.numel() for p in block.pathway.parameters()),
+        }
+        for b, (place, block) in enumerate(zip(places, decoder.stack, strict=True), start=1)
+    ]
     return {
-        "model": vars(config.model) | {"moe": vars(config.model.moe) if config.model.moe else None},
+        "model": asdict(config.model),
         "residual": {
             "method": config.residual.method,
             "streams": decoder.stack.streams,
@@ -42,7 +42,7 @@ def describe(config: Config) -> dict[str, Any]:
         },
         "blocks": blocks,
         "readout": {
-            "sees": [0 if block.pathway.keeps_history else len(places), len(places)],
+            "sees": [0 if keeps_history else len(places), len(places)],
             "parameters": sum(p.numel() for p in decoder.stack.readout.parameters()),
         },
         **counts(decoder),
