@@ -56,7 +56,8 @@ def test_described_structure(residual: str, capsys: pytest.CaptureFixture[str]):
 
 def test_describe_json_of_nested_sections(capsys: pytest.CaptureFixture[str]):
     scaling = {"kind": "linear", "factor": 2.0, "original_context": None, "low": None, "high": None}
-    assert main(["describe", "nano", "standard", "--set", "model.rope_scaling={kind: linear, factor: 2}", "--json"]) == 0
+    changed = ["--set", "model.rope_scaling={kind: linear, factor: 2}"]
+    assert main(["describe", "nano", "standard", *changed, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["model"]["rope_scaling"] == scaling
 
 
