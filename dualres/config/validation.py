@@ -6,7 +6,7 @@ import inspect
 import math
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 T = TypeVar("T")
@@ -141,7 +141,7 @@ def divisors(n: int) -> list[int]:
     return sorted({*small, *(n // k for k in small)})
 
 
-def choices(values: list[int]) -> str:
-    """Numbers as text: '1, 2, 5 or 10'."""
+def choices(values: Iterable[object], conjunction: str = "or") -> str:
+    """As text: '1, 2, 5 or 10'."""
     *others, last = map(str, values)
-    return f"{', '.join(others)} or {last}" if others else last
+    return f"{', '.join(others)} {conjunction} {last}" if others else last

@@ -8,7 +8,7 @@ from dualres.config.schema import Config
 from dualres.model import accounting
 from dualres.model.decoder import Decoder, build_decoder
 from dualres.residual import registry
-from dualres.util.progress import short
+from dualres.util.progress import plural, short
 from dualres.util.tables import table
 
 BFLOAT16 = 2  # bytes
@@ -95,8 +95,8 @@ def as_text(described: dict[str, Any], title: str) -> str:
         title,
         f"  decoder    {model['layers']} layers, width {model['width']}, heads {model['heads']} / {model['kv_heads']}, "
         f"{feedforward}, vocabulary {model['vocab_size']:,} {'tied' if model['tied_embeddings'] else 'untied'}",
-        f"  residual   {residual['method']}: {number(residual['streams'], 'stream')}, "
-        f"{number(residual['branches_per_block'], 'branch', 'es')} per block{'; ' if options else ''}{options}",
+        f"  residual   {residual['method']}: {plural(residual['streams'], 'stream')}, "
+        f"{plural(residual['branches_per_block'], 'branch', 'es')} per block{'; ' if options else ''}{options}",
         "",
     ]
     rows = []
@@ -129,10 +129,6 @@ def as_text(described: dict[str, Any], title: str) -> str:
 
 def _states(first: int, last: int) -> str:
     return f"H{first}" if first == last else f"H{first} … H{last}"
-
-
-def number(n: int, one: str, plural: str = "s") -> str:
-    return f"{n:,} {one}" if n == 1 else f"{n:,} {one}{plural}"
 
 
 def _flops(n: int) -> str:

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple, get_type_hints
 from dualres.config.schema import Config
 from dualres.model.decoder import build_decoder
 from dualres.parallel.pipeline import micro_batches
-from dualres.plan.describe import counts, number, parameter_lines
+from dualres.plan.describe import counts, parameter_lines
 from dualres.plan.estimate import MeshEstimate, StepEstimate
 from dualres.plan.hardware import GIB, Hardware
 from dualres.train.preflight import Check
 from dualres.train.recipe import learning_rate, steps_of
-from dualres.util.progress import short
+from dualres.util.progress import plural, short
 from dualres.util.tables import table
 
 NOTE = """\
@@ -120,9 +120,9 @@ def as_text(plan: Plan, title: str) -> str:
     made = {name: column for name, column in plan.columns.items() if isinstance(column, MeshEstimate)}
     steps = {name: column.step for name, column in made.items() if column.step is not None}
     speed = [f"{short(s.tokens_per_second)} tokens/s, {s.utilization:.0%} of the peak" for s in [own.step] if s]
-    ranks = f"{number(mesh.data, 'rank')} × {number(found['accumulation'], 'micro-batch', 'es')} of {train.micro_batch}"
+    ranks = f"{plural(mesh.data, 'rank')} × {plural(found['accumulation'], 'micro-batch', 'es')} of {train.micro_batch}"
     lines = [
-        f"{title} on {number(mesh.processes, 'GPU')}: {mesh.describe()} with {own.engine}, {how}",
+        f"{title} on {plural(mesh.processes, 'GPU')}: {mesh.describe()} with {own.engine}, {how}",
         "; ".join([plan.checks[-1].says, *speed]),
         "",
         *parameter_lines(data["parameters"]),

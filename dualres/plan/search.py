@@ -23,7 +23,7 @@ from dualres.plan.stages import pipeline_ranks
 from dualres.plan.time import step_seconds, token_cost
 from dualres.train.engines.build import engine_mesh
 from dualres.train.preflight import Check, engine_or_asked
-from dualres.util.progress import Show, silent
+from dualres.util.progress import Show, plural, silent
 
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")  # from fast to small
 MOST_VIRTUAL = 4
@@ -52,7 +52,7 @@ def choose(
         """Better ones first; seconds that differ by rounding are equal."""
         return float(f"{seconds:.9g}"), train.micro_batch != config.train.micro_batch, -train.micro_batch
 
-    show(f"{processes:,} {'GPU' if processes == 1 else 'GPUs'}: possible meshes")
+    show(f"{plural(processes, 'GPU')}: possible meshes")
     found = [(order(row.config.train, row.seconds), row) for row in candidates(config, processes, hardware, fixed)]
     best: tuple[tuple[float, bool, int], MeshEstimate] | None = None
     least = math.inf
