@@ -5,11 +5,11 @@ from typing import NamedTuple
 
 from dualres.config.schema import Config, ParallelConfig
 from dualres.parallel.mesh import Mesh
-from dualres.plan.activations import passes_of
+from dualres.plan.activations import Memory, passes_of
 from dualres.plan.communication import Communication, communication
 from dualres.plan.hardware import USABLE, Hardware
 from dualres.plan.local_model import Share
-from dualres.plan.memory import Memory, memory
+from dualres.plan.memory import memory
 from dualres.plan.stages import PipelineRank, pipeline_ranks
 from dualres.plan.time import StepSeconds, step_seconds, token_cost
 
