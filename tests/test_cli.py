@@ -56,6 +56,13 @@ def test_described_structure(residual: str, capsys: pytest.CaptureFixture[str]):
     assert described["parameters"]["residual"] == sum(block[-1] for block in found) + readout[1]
 
 
+def test_describe_json_of_nested_sections(capsys: pytest.CaptureFixture[str]):
+    scaling = {"kind": "linear", "factor": 2.0, "original_context": None, "low": None, "high": None}
+    changed = ["--set", "model.rope_scaling={kind: linear, factor: 2}"]
+    assert main(["describe", "nano", "standard", *changed, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["model"]["rope_scaling"] == scaling
+
+
 def test_describe_takes_overrides(capsys: pytest.CaptureFixture[str]):
     assert main(["describe", "nano", "dar-block", "--set", "residual.branches_per_block=6", "--json"]) == 0
     blocks = json.loads(capsys.readouterr().out)["blocks"]

@@ -10,30 +10,19 @@ from typing import Annotated, Any, Literal, cast
 
 from dualres.config.validation import (
     Bounds,
-    ConfigError,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     Size,
+    at_most,
     choices,
     convert_fields,
     divides,
     divisors,
     multiple_of_8,
 )
-
-__all__ = [
-    "AnalyzeConfig",
-    "Config",
-    "ConfigError",
-    "MoEConfig",
-    "ModelConfig",
-    "ParallelConfig",
-    "ResidualConfig",
-    "RopeScaling",
-    "TrainConfig",
-]
+from dualres.config.validation import ConfigError as ConfigError
 
 
 @dataclass(frozen=True)
@@ -51,11 +40,7 @@ class MoEConfig:
 
     def __post_init__(self) -> None:
         convert_fields(self, "model.moe.")
-        if self.active > self.experts:
-            raise ConfigError(
-                f"model.moe.active={self.active} exceeds model.moe.experts={self.experts}: "
-                f"use at most {self.experts} active experts"
-            )
+        at_most("model.moe.active", self.active, "model.moe.experts", self.experts)
         multiple_of_8("model.moe.expert_width", self.expert_width)
 
 
@@ -144,16 +129,10 @@ class ModelConfig:
                 f"model.width={self.width} does not split into model.heads={self.heads} heads of even width, which "
                 f"the rotary embedding needs: {remedy}"
             )
-        if self.heads % self.kv_heads:
-            raise ConfigError(
-                f"model.heads={self.heads} is not divisible by model.kv_heads={self.kv_heads}: "
-                f"use kv_heads {choices(divisors(self.heads))}"
-            )
-        if self.embedding_width is not None and self.embedding_width > self.width:
-            raise ConfigError(
-                f"model.embedding_width={self.embedding_width} exceeds model.width={self.width}: use at most "
-                f"{self.width}, or null for a table as wide as the model"
-            )
+        divides("model.kv_heads", self.kv_heads, {"model.heads": self.heads})
+        if self.embedding_width is not None:
+            remedy = f"at most {self.width}, or null for a table as wide as the model"
+            at_most("model.embedding_width", self.embedding_width, "model.width", self.width, remedy)
         if self.read_eps is not None and len(self.read_eps) != 2 * self.layers + 1:
             raise ConfigError(
                 f"model.read_eps has {len(self.read_eps)} values for the inputs of {2 * self.layers} branches and "
@@ -204,13 +183,12 @@ class ResidualConfig:
         if isinstance(options.get("options"), tuple):  # from dataclasses.replace, which passes every field
             options = {**dict(options.pop("options")), **options}
         given = {name: _hashable(value, f"residual.{name}") for name, value in options.items() if value is not None}
-        for name, value in (
-            ("method", method),
-            ("branches_per_block", branches_per_block),
-            ("default_branches_per_block", default_branches_per_block),
-            ("options", tuple(sorted(given.items()))),
-        ):
-            object.__setattr__(self, name, value)
+        vars(self).update(
+            method=method,
+            branches_per_block=branches_per_block,
+            default_branches_per_block=default_branches_per_block,
+            options=tuple(sorted(given.items())),
+        )
         convert_fields(self, "residual.")
 
     def to_dict(self) -> dict[str, Any]:
@@ -318,16 +296,9 @@ class TrainConfig:
         convert_fields(self, "train.")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(f"train.betas={self.betas} are not all in [0, 1): use (0.9, 0.95)")
-        if self.global_batch % self.micro_batch:
-            raise ConfigError(
-                f"train.global_batch={self.global_batch} is not divisible by train.micro_batch={self.micro_batch}: "
-                f"use micro_batch {choices(divisors(self.global_batch))}"
-            )
-        if self.min_learning_rate > self.learning_rate:
-            raise ConfigError(
-                f"train.min_learning_rate={self.min_learning_rate} exceeds "
-                f"train.learning_rate={self.learning_rate}: use a tenth of it, {self.learning_rate / 10:g}"
-            )
+        divides("train.micro_batch", self.micro_batch, {"train.global_batch": self.global_batch})
+        remedy = f"a tenth of it, {self.learning_rate / 10:g}"
+        at_most("train.min_learning_rate", self.min_learning_rate, "train.learning_rate", self.learning_rate, remedy)
 
 
 @dataclass(frozen=True)
@@ -364,16 +335,13 @@ class Config:
                 f"train.warmup_steps={train.warmup_steps} exceeds the {train.tokens // step} steps that "
                 f"train.tokens={train.tokens} make: use fewer, such as a tenth of them"
             )
-        divides("train.parallel.tensor", parallel.tensor, heads=model.heads, kv_heads=model.kv_heads)
+        heads = {"model.heads": model.heads, "model.kv_heads": model.kv_heads}
+        divides("train.parallel.tensor", parallel.tensor, heads)
         if model.moe is not None:
-            divides("train.parallel.expert", parallel.expert, **{"moe.experts": model.moe.experts})
+            divides("train.parallel.expert", parallel.expert, {"model.moe.experts": model.moe.experts})
         elif parallel.expert > 1:
             raise ConfigError(f"train.parallel.expert={parallel.expert} needs experts: use 1, or set model.moe")
-        if parallel.pipeline > model.layers:
-            raise ConfigError(
-                f"train.parallel.pipeline={parallel.pipeline} exceeds model.layers={model.layers}: "
-                f"use at most {model.layers}"
-            )
+        at_most("train.parallel.pipeline", parallel.pipeline, "model.layers", model.layers)
 
     def to_dict(self) -> dict[str, Any]:
         """The sections with all their keys; `build(Config, …, "")` makes the same config of them."""

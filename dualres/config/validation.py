@@ -6,7 +6,7 @@ import inspect
 import math
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 T = TypeVar("T")
@@ -121,12 +121,18 @@ def multiple_of_8(name: str, value: int) -> None:
         )
 
 
-def divides(name: str, part: int, **wholes: int) -> None:
-    """Raise if `part` does not divide one of the named numbers of the model."""
+def at_most(name: str, value: float, limit: str, most: float, remedy: str = "") -> None:
+    """Raise if a number exceeds another, whose name is `limit`."""
+    if value > most:
+        raise ConfigError(f"{name}={value} exceeds {limit}={most}: use {remedy or f'at most {most}'}")
+
+
+def divides(name: str, part: int, wholes: Mapping[str, int]) -> None:
+    """Raise if `part` does not divide one of the named numbers."""
     for whole, value in wholes.items():
         if value % part:
             fitting = choices(divisors(math.gcd(*wholes.values())))
-            raise ConfigError(f"{name}={part} does not divide model.{whole}={value}: use {fitting}")
+            raise ConfigError(f"{name}={part} does not divide {whole}={value}: use {fitting}")
 
 
 def divisors(n: int) -> list[int]:
@@ -135,7 +141,7 @@ def divisors(n: int) -> list[int]:
     return sorted({*small, *(n // k for k in small)})
 
 
-def choices(values: list[int]) -> str:
-    """Numbers as text: '1, 2, 5 or 10'."""
+def choices(values: Iterable[object], conjunction: str = "or") -> str:
+    """As text: '1, 2, 5 or 10'."""
     *others, last = map(str, values)
-    return f"{', '.join(others)} or {last}" if others else last
+    return f"{', '.join(others)} {conjunction} {last}" if others else last

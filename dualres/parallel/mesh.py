@@ -79,10 +79,10 @@ def check_mesh(config: Config, mesh: Mesh) -> None:
                 f"train.parallel.tensor={mesh.tensor} with sequence_parallel=false would replicate every residual "
                 "stream on every rank: set train.parallel.sequence_parallel=true"
             )
-        wholes = {"heads": model.heads, "kv_heads": model.kv_heads, "context": model.context}
+        wholes = {"model.heads": model.heads, "model.kv_heads": model.kv_heads, "model.context": model.context}
         if model.ffn_width is not None:
-            wholes["ffn_width"] = model.ffn_width
-        divides("train.parallel.tensor", mesh.tensor, **wholes)
+            wholes["model.ffn_width"] = model.ffn_width
+        divides("train.parallel.tensor", mesh.tensor, wholes)
         if -(-model.vocab_size // mesh.tensor) * (mesh.tensor - 1) >= model.vocab_size:
             raise ConfigError(
                 f"model.vocab_size={model.vocab_size} is too small to give each of train.parallel.tensor={mesh.tensor} "

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,33 +32,42 @@ KEEPING = {"single", "ddp"}  # hold the gradients of all parameters until the st
 COUNTED = 3  # full blocks of a deep model; the last two say what a longer history adds
 
 
-class PartBytes(NamedTuple):
-    """Bytes of one part of the model, a block say, on one rank for one micro-batch."""
+class Memory(NamedTuple):
+    """Bytes of one rank, of a part of the model or at the peak of a step; the texts are those of a plan."""
 
-    activations: int = 0  # kept for the backward pass, as are the next two
-    history: int = 0
-    live: int = 0
-    tensor: int = 0  # sent within the tensor group, forward and backward
-    experts: int = 0  # sent to other ranks' experts and back
-    work: int = 0  # at the peak of the backward pass, above what the forward pass has left
+    weights: Annotated[int, "stored by this rank"] = 0
+    gathered_weights: Annotated[int, "in use"] = 0
+    gradients: Annotated[int, "stored by this rank"] = 0
+    reduced_gradients: Annotated[int, "being summed over ranks"] = 0
+    optimizer: Annotated[int, "AdamW state, float32"] = 0
+    activations: Annotated[int, "kept by branches"] = 0
+    history: Annotated[int, "states H_0 … H_b made here"] = 0
+    live_streams: Annotated[int, "streams and branch outputs"] = 0
+    pipeline: Annotated[int, "states and gradients sent and received"] = 0
+    loss: Annotated[int, "gradients of its inputs"] = 0
+    work: Annotated[int, "temporary: logits or a block's backward pass"] = 0
 
-    def plus(self, other: "PartBytes", times: int = 1) -> "PartBytes":
-        return PartBytes(*(a + times * b for a, b in zip(self, other, strict=True)))
+    def plus(self, other: "Memory", times: int = 1) -> "Memory":
+        return Memory(*(a + times * b for a, b in zip(self, other, strict=True)))
 
     @property
     def kept(self) -> int:
-        return self.activations + self.history + self.live
+        """For the backward pass, by branches and pathways."""
+        return self.activations + self.history + self.live_streams
+
+    @property
+    def total(self) -> int:
+        return sum(self)
 
 
 class Passes(NamedTuple):
     """Forward and backward pass of one micro-batch on one rank, in bytes."""
 
     shared: int  # tokens, rotary tables and mask, which every chunk of a pipeline makes for itself
-    start: PartBytes  # embedding, with H_0
-    blocks: tuple[PartBytes, ...]  # each with its state H_b
-    end: PartBytes  # readout and final norm
-    loss: int  # the gradients of hidden states and output weights
-    logits: int  # the peak of the loss, above all that is kept
+    start: Memory  # embedding, with H_0
+    blocks: tuple[Memory, ...]  # each with its state H_b, and the work of its backward pass
+    sent: tuple[tuple[int, int], ...]  # by each block, there and back: within the tensor group, to other ranks' experts
+    end: Memory  # readout, final norm and loss; its work is the peak of the loss, above all that is kept
     stream: int  # one stream (B,T,D) of the rank's share of the sequence
     streams: int  # J
     keeps_history: bool
@@ -86,9 +95,10 @@ def passes_of(config: Config, share: Share, engine: str) -> Passes:
     shallow = dataclasses.replace(config.model, layers=branches // 2)
     counted = count_passes(dataclasses.replace(config, model=shallow), share, engine)
     full, rest = counted.blocks[:COUNTED], counted.blocks[COUNTED:]
+    sent = (*counted.sent[:COUNTED], *counted.sent[COUNTED - 1 : COUNTED] * missing, *counted.sent[COUNTED:])
     longer = full[-1].plus(full[-2], -1)  # what a history of one more state adds
     added = (full[-1].plus(longer, times) for times in range(1, missing + 1))
-    return counted._replace(blocks=(*full, *added, *(block.plus(longer, missing) for block in rest)))
+    return counted._replace(blocks=(*full, *added, *(block.plus(longer, missing) for block in rest)), sent=sent)
 
 
 @functools.cache
@@ -99,12 +109,11 @@ def count_passes(config: Config, share: Share, engine: str) -> Passes:
     bf16 = train.precision == "bf16"
     if bf16 and engine in CASTING:
         local.decoder.to(torch.bfloat16)
+    autocast = torch.autocast("cpu", torch.bfloat16, enabled=bf16 and engine not in CASTING)
     with dispatch.for_shapes(), FakeTensorMode(allow_non_fake_inputs=True):  # the meta parameters are not fake
         local.decoder.to_empty(device="cpu")
         recompute_blocks(local.decoder.stack, train.recompute)
-        autocast = bf16 and engine not in CASTING
-        precision = torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext()
-        return _count(local, config, precision, keep_gradients=engine in KEEPING)
+        return _count(local, config, autocast, keep_gradients=engine in KEEPING)
 
 
 class BlockCall(NamedTuple):
@@ -112,21 +121,19 @@ class BlockCall(NamedTuple):
 
     history: list[tuple[torch.Size, torch.dtype]]  # of its states
     context: dict[str, Any]
-    before: PartBytes
+    before: Memory
 
 
-def _count(
-    local: LocalModel, config: Config, precision: contextlib.AbstractContextManager[Any], *, keep_gradients: bool
-) -> Passes:
+def _count(local: LocalModel, config: Config, autocast: torch.autocast, *, keep_gradients: bool) -> Passes:
     decoder, train, blocks = local.decoder, config.train, list(local.decoder.stack)
     live = LiveBytes(decoder.parameters(), tag="activations")
     with live, _watched(decoder, live) as calls:
-        with precision:  # what the objective does, in two halves
+        with autocast:  # what the objective does, in two halves
             sequences = torch.zeros((train.micro_batch, config.model.context + 1), dtype=torch.long)
             tokens, targets = sequences[:, :-1], sequences[:, 1:]
             documents = document_numbers(tokens, 0) if train.documents == "isolate" else None
             hidden = decoder.hidden(tokens, documents=documents)
-            ended = _kept(live).plus(PartBytes(hidden.nbytes), -1)
+            ended = Memory(**live.by_tag()).plus(Memory(activations=hidden.nbytes), -1)
             rows, weight = decoder.vocabulary.output_product(hidden)
             if local.tensor.ranks > 1:
                 loss = RangeLoss.apply(rows, weight, targets, train.loss_rows)
@@ -138,33 +145,25 @@ def _count(
     del loss
     (shape, dtype), *_ = calls[blocks[0]].history
     stream = shape[1:].numel() * dtype.itemsize
-    embedding = PartBytes(stream if shape[0] > 1 else 0)  # H_0 is a copy of it, and nothing keeps it
+    embedding = Memory(activations=stream if shape[0] > 1 else 0)  # H_0 is a copy of it, and nothing keeps it
     shared = sequences.nbytes + sum(tensor.nbytes for tensor in _shared_tensors(calls[blocks[0]].context))
     edges = [calls[module].before for module in (*blocks, decoder.stack.readout)]
-    counted = []
+    counted, sent = [], []
     for block, (before, after) in zip(blocks, pairwise(edges), strict=True):
-        sent = local.tensor.sent, local.experts.sent
-        work = _backward_work(block, calls[block], precision, keep_gradients=keep_gradients)
-        counted.append(
-            after.plus(before, -1)._replace(
-                tensor=local.tensor.sent - sent[0], experts=local.experts.sent - sent[1], work=work
-            )
-        )
+        tensor, experts = local.tensor.sent, local.experts.sent
+        work = _backward_work(block, calls[block], autocast, keep_gradients=keep_gradients)
+        counted.append(after.plus(before, -1)._replace(work=work))
+        sent.append((local.tensor.sent - tensor, local.experts.sent - experts))
     return Passes(
         shared=shared,
-        start=edges[0].plus(embedding, -1).plus(PartBytes(shared + with_loss - kept), -1),
+        start=edges[0].plus(embedding, -1).plus(Memory(activations=shared + with_loss - kept), -1),
         blocks=tuple(counted),
-        end=ended.plus(edges[-1], -1).plus(embedding),
-        loss=with_loss - ended.kept,
-        logits=peak - kept,
+        sent=tuple(sent),
+        end=ended.plus(edges[-1], -1).plus(embedding)._replace(loss=with_loss - ended.kept, work=peak - kept),
         stream=stream,
         streams=shape[0],
         keeps_history=blocks[0].pathway.keeps_history,
     )
-
-
-def _kept(live: LiveBytes) -> PartBytes:
-    return PartBytes(**live.by_tag())
 
 
 @contextlib.contextmanager
@@ -172,13 +171,14 @@ def _watched(decoder: Decoder, live: LiveBytes) -> Iterator[dict[nn.Module, Bloc
     """Tag live bytes by what creates them, and record every call of a block and of the readout."""
     calls: dict[nn.Module, BlockCall] = {}
     blocks, readout = list(decoder.stack), decoder.stack.readout
-    states = "history" if blocks[0].pathway.keeps_history else "live"
+    states = "history" if blocks[0].pathway.keeps_history else "live_streams"
 
     def called(module: nn.Module, history: tuple[Tensor, ...], context: dict[str, Any]) -> None:
         if not calls:  # H_0, which no block has made
             live.retag(history[0], states)
-        calls[module] = BlockCall([(state.shape, state.dtype) for state in history], context, _kept(live))
-        live.tag = "live"
+        shapes = [(state.shape, state.dtype) for state in history]
+        calls[module] = BlockCall(shapes, context, Memory(**live.by_tag()))
+        live.tag = "live_streams"
 
     def closed(module: nn.Module, history: Any, out: Tensor) -> None:
         live.tag = "activations"
@@ -190,8 +190,8 @@ def _watched(decoder: Decoder, live: LiveBytes) -> Iterator[dict[nn.Module, Bloc
         live.retag(given[0], "activations")
 
     def left(module: nn.Module, given: Any, update: Tensor) -> None:
-        live.tag = "live"
-        live.retag(update, "live")
+        live.tag = "live_streams"
+        live.retag(update, "live_streams")
 
     hooks = []
     for module in (*blocks, readout):
@@ -205,9 +205,7 @@ def _watched(decoder: Decoder, live: LiveBytes) -> Iterator[dict[nn.Module, Bloc
         hook.remove()
 
 
-def _backward_work(
-    block: ResidualBlock, call: BlockCall, precision: contextlib.AbstractContextManager[Any], *, keep_gradients: bool
-) -> int:
+def _backward_work(block: ResidualBlock, call: BlockCall, autocast: torch.autocast, *, keep_gradients: bool) -> int:
     """The peak of a block's backward pass above what its forward pass has left, which runs first."""
     states = [torch.zeros(shape, dtype=dtype, requires_grad=True) for shape, dtype in call.history]
     older = [*block.parameters(), *states, *_shared_tensors(call.context)]
@@ -216,7 +214,7 @@ def _backward_work(
             parameter.grad = torch.zeros_like(parameter)
             older.append(parameter.grad)
     with LiveBytes(older) as live:
-        with precision:
+        with autocast:
             out = block(*states, **call.context)
         left = live.now - out.nbytes
         for state in states:  # what later blocks and the readout have sent back

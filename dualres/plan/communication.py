@@ -7,9 +7,8 @@ to be uniform.
 """
 # n ranks of a group
 
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
-from dualres.plan.activations import PartBytes
 from dualres.plan.local_model import part_of
 from dualres.plan.memory import FLOAT32
 from dualres.plan.pipeline_schedule import Gathers, gathers
@@ -19,44 +18,33 @@ FLOAT64 = 8
 
 
 class Communication(NamedTuple):
-    """Bytes of one step."""
+    """Bytes of one step; the texts are those of a plan."""
 
-    weights: int
-    gradients: int
-    tensor: int
-    experts: int
-    pipeline: int
-    shared: int
-    control: int
+    weights: Annotated[int, "gathers of sharded weights"]
+    gradients: Annotated[int, "scatters of their gradients"]
+    tensor: Annotated[int, "branch inputs and outputs, embedding, loss"]
+    experts: Annotated[int, "rows to experts and back, uniform routing"]
+    pipeline: Annotated[int, "states forward, gradients of states back"]
+    shared: Annotated[int, "gradients of weights that several ranks hold whole"]
+    control: Annotated[int, "the gradient norm"]
 
     @property
     def total(self) -> int:
         return sum(self)
 
 
-DESCRIPTIONS = {
-    "weights": "gathers of sharded weights",
-    "gradients": "scatters of their gradients",
-    "tensor": "branch inputs and outputs, embedding, loss",
-    "experts": "rows to experts and back, uniform routing",
-    "pipeline": "states forward, gradients of states back",
-    "shared": "gradients of weights that several ranks hold whole",
-    "control": "the gradient norm",
-}
-
-
 def communication(rank: PipelineRank) -> Communication:
-    count, mesh = rank.micro_batches, rank.mesh
-    parts = [chunk_communication(rank, chunk) for chunk in rank.chunks]
+    count = rank.micro_batches
+    tensor, experts = map(sum, zip(*(branch_bytes(rank, chunk) for chunk in rank.chunks), strict=True))
     weights, gradients = sharded_bytes(rank)
     return Communication(
         weights=sum(weights),
         gradients=sum(gradients),
-        tensor=count * sum(part.tensor for part in parts),
-        experts=count * sum(part.experts for part in parts),
+        tensor=count * tensor,
+        experts=count * experts,
         pipeline=count * rank.between_stages,
         shared=shared_bytes(rank),
-        control=part_of(2 * FLOAT64, mesh.processes),
+        control=part_of(2 * FLOAT64, rank.mesh.processes),
     )
 
 
@@ -66,7 +54,7 @@ def sharded_bytes(rank: PipelineRank) -> tuple[list[int], list[int]]:
     weights, gradients = [0, 0], [0, 0]
     for chunk in rank.chunks:
         # Forward and backward; the root keeps its weights between them.
-        times = Gathers(2 * count, count) if mesh.pipeline == 1 else gathers(rank.actions, chunk.number)
+        times = Gathers(2 * count, count) if mesh.pipeline == 1 else gathers(mesh, count, chunk.number)
         for unit, gathered in [*((unit, times.blocks) for unit in chunk.units), (chunk.root, times.root)]:
             for weight in unit:
                 moved = weight.shard(mesh) * (weight.ranks(mesh) - 1)  # padded
@@ -75,19 +63,16 @@ def sharded_bytes(rank: PipelineRank) -> tuple[list[int], list[int]]:
     return weights, gradients
 
 
-def chunk_communication(rank: PipelineRank, chunk: PlannedChunk) -> PartBytes:
-    """Within tensor groups and between experts, for one micro-batch, forward and backward."""
-    found = PartBytes()
-    for b in chunk.blocks:
-        found = found.plus(rank.passes.blocks[b])
+def branch_bytes(rank: PipelineRank, chunk: PlannedChunk) -> tuple[int, int]:
+    """Within the tensor group, and to other ranks' experts, for one micro-batch, forward and backward."""
+    tensor, experts = map(sum, zip(*(rank.passes.sent[b] for b in chunk.blocks), strict=True))
     model, ranks = rank.config.model, rank.mesh.tensor
     tokens = rank.config.train.micro_batch * model.context
     rows = tokens * (model.embedding_width or model.width) * rank.width
-    ends = (chunk.arriving is None) + (chunk.leaving is None)
-    found = found.plus(PartBytes(tensor=2 * part_of(rows, ranks)), ends)
-    if chunk.leaving is None:  # the log-partition of its range and the target's logit, to all others
-        found = found.plus(PartBytes(tensor=tokens * 2 * FLOAT32 * (ranks - 1)))
-    return found
+    tensor += (chunk.first + chunk.last) * 2 * part_of(rows, ranks)
+    if chunk.last:  # the log-partition of its range and the target's logit, to all others
+        tensor += tokens * 2 * FLOAT32 * (ranks - 1)
+    return tensor, experts
 
 
 def shared_bytes(rank: PipelineRank) -> int:
@@ -96,7 +81,6 @@ def shared_bytes(rank: PipelineRank) -> int:
     for chunk in rank.chunks:
         whole = sum(weight.shard(mesh) for weight in chunk.weights if weight.whole) * FLOAT32
         found += part_of(2 * whole, mesh.tensor)
-        ends = chunk.arriving is None or chunk.leaving is None
-        if mesh.pipeline > 1 and ends and rank.config.model.tied_embeddings:
+        if mesh.pipeline > 1 and (chunk.first or chunk.last) and rank.config.model.tied_embeddings:
             found += sum(weight.shard(mesh) for weight in chunk.weights if weight.vocabulary) * FLOAT32
     return found

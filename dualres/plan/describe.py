@@ -1,11 +1,14 @@
 """One model on one page: how it is cut into blocks, and what it costs in parameters, flops and residual state."""
 
+from dataclasses import asdict
+from itertools import accumulate
 from typing import Any
 
 from dualres.config.schema import Config
 from dualres.model import accounting
 from dualres.model.decoder import Decoder, build_decoder
 from dualres.residual import registry
+from dualres.util.progress import plural, short
 from dualres.util.tables import table
 
 BFLOAT16 = 2  # bytes
@@ -17,22 +20,20 @@ def describe(config: Config) -> dict[str, Any]:
     decoder = build_decoder(config.model, config.residual, device="meta")
     places = registry.places(2 * config.model.layers, config.residual)
     options = registry.resolve(config.residual)
-    blocks = []
-    first = 0
-    for b, (place, block) in enumerate(zip(places, decoder.stack, strict=True), start=1):
-        last = first + place.branches
-        blocks.append(
-            {
-                "block": b,
-                "branches": [first + 1, last],
-                "sees": [0, b - 1] if block.pathway.keeps_history else [b - 1, b - 1],
-                "parameter_sets": len(set(place.set_of_branch)) if "share_parameters" in options else 0,
-                "parameters": sum(p.numel() for p in block.pathway.parameters()),
-            }
-        )
-        first = last
+    keeps_history = next(iter(decoder.stack)).pathway.keeps_history
+    ends = [0, *accumulate(place.branches for place in places)]
+    blocks = [
+        {
+            "block": b,
+            "branches": [ends[b - 1] + 1, ends[b]],
+            "sees": [0 if keeps_history else b - 1, b - 1],
+            "parameter_sets": len(set(place.set_of_branch)) if "share_parameters" in options else 0,
+            "parameters": sum(p.numel() for p in block.pathway.parameters()),
+        }
+        for b, (place, block) in enumerate(zip(places, decoder.stack, strict=True), start=1)
+    ]
     return {
-        "model": vars(config.model) | {"moe": vars(config.model.moe) if config.model.moe else None},
+        "model": asdict(config.model),
         "residual": {
             "method": config.residual.method,
             "streams": decoder.stack.streams,
@@ -41,7 +42,7 @@ def describe(config: Config) -> dict[str, Any]:
         },
         "blocks": blocks,
         "readout": {
-            "sees": [0 if block.pathway.keeps_history else len(places), len(places)],
+            "sees": [0 if keeps_history else len(places), len(places)],
             "parameters": sum(p.numel() for p in decoder.stack.readout.parameters()),
         },
         **counts(decoder),
@@ -94,20 +95,14 @@ def as_text(described: dict[str, Any], title: str) -> str:
         title,
         f"  decoder    {model['layers']} layers, width {model['width']}, heads {model['heads']} / {model['kv_heads']}, "
         f"{feedforward}, vocabulary {model['vocab_size']:,} {'tied' if model['tied_embeddings'] else 'untied'}",
-        f"  residual   {residual['method']}: {_number(residual['streams'], 'stream', 'streams')}, "
-        f"{_number(residual['branches_per_block'], 'branch', 'branches')} per block{'; ' if options else ''}{options}",
+        f"  residual   {residual['method']}: {plural(residual['streams'], 'stream')}, "
+        f"{plural(residual['branches_per_block'], 'branch', 'es')} per block{'; ' if options else ''}{options}",
         "",
     ]
-    rows = [
-        [
-            block["block"],
-            "{}–{}".format(*block["branches"]),
-            _states(*block["sees"]),
-            block["parameter_sets"] or "",
-            block["parameters"],
-        ]
-        for block in described["blocks"]
-    ]
+    rows = []
+    for block in described["blocks"]:
+        branches, states = "{}–{}".format(*block["branches"]), _states(*block["sees"])
+        rows.append([block["block"], branches, states, block["parameter_sets"] or "", block["parameters"]])
     readout = described["readout"]
     rows.append(["readout", "", _states(*readout["sees"]), "", readout["parameters"]])
     lines += [table(["block", "branches", "sees", "parameter sets", "residual parameters"], rows), ""]
@@ -116,11 +111,11 @@ def as_text(described: dict[str, Any], title: str) -> str:
     state, traffic = described["residual_state_bytes_per_token"], described["residual_traffic"]
     lines += [
         *parameter_lines(count),
-        f"flops per token       {_short(flops['forward'])} forward, about {_short(flops['training'])} in training",
-        f"  branches            {_short(flops['branches'])}",
-        f"  attention           {_short(flops['attention'])} at the mean distance of context {model['context']}",
-        f"  vocabulary          {_short(flops['vocabulary'])}",
-        f"  residual pathway    {_short(flops['residual'])} ({flops['residual'] / flops['forward']:.3%})",
+        f"flops per token       {_flops(flops['forward'])} forward, about {_flops(flops['training'])} in training",
+        f"  branches            {_flops(flops['branches'])}",
+        f"  attention           {_flops(flops['attention'])} at the mean distance of context {model['context']}",
+        f"  vocabulary          {_flops(flops['vocabulary'])}",
+        f"  residual pathway    {_flops(flops['residual'])} ({flops['residual'] / flops['forward']:.3%})",
         f"residual state        {state['history']:,} bytes per token in bfloat16, {state['live']:,} of them live",
         f"residual traffic      {traffic['forward_d_per_branch']:.1f}d per token and branch forward, "
         f"{traffic['backward_d_per_branch']:.1f}d backward",
@@ -136,12 +131,5 @@ def _states(first: int, last: int) -> str:
     return f"H{first}" if first == last else f"H{first} … H{last}"
 
 
-def _number(n: int, one: str, many: str) -> str:
-    return f"{n} {one if n == 1 else many}"
-
-
-def _short(n: int) -> str:
-    for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if n >= size:
-            return f"{n / size:.3g}{unit}"
-    return str(n)
+def _flops(n: int) -> str:
+    return short(n).replace("B", "G")

@@ -5,12 +5,11 @@ from typing import NamedTuple
 
 from dualres.config.schema import Config, ParallelConfig
 from dualres.parallel.mesh import Mesh
-from dualres.parallel.pipeline import micro_batches
-from dualres.plan.activations import passes_of
+from dualres.plan.activations import Memory, passes_of
 from dualres.plan.communication import Communication, communication
 from dualres.plan.hardware import USABLE, Hardware
 from dualres.plan.local_model import Share
-from dualres.plan.memory import Memory, memory
+from dualres.plan.memory import memory
 from dualres.plan.stages import PipelineRank, pipeline_ranks
 from dualres.plan.time import StepSeconds, step_seconds, token_cost
 
@@ -43,11 +42,6 @@ class MeshEstimate(NamedTuple):
     def peak_memory(self) -> int:
         """Bytes of the rank that holds most."""
         return self.memory[self.fullest].total
-
-    @property
-    def micro_batches(self) -> int:
-        """Of a data-parallel rank in a step, with those that pad the batch."""
-        return micro_batches(self.config.train.global_batch, self.config.train.micro_batch, self.mesh)
 
     def fits(self, hardware: Hardware) -> bool:
         return self.peak_memory <= USABLE * hardware.memory

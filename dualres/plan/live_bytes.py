@@ -21,10 +21,9 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()
         self.now = self.peak = 0
         self.tag = tag
+        self.older = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in older}
+        self.sizes: dict[int, int] = {}  # of storages that are alive, by address
         self.tags: dict[int, str] = {}
-        self.older = [tensor.untyped_storage() for tensor in older]
-        self.known = {storage._cdata for storage in self.older}
-        self.alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -34,26 +33,22 @@ class LiveBytes(TorchDispatchMode):
         return out
 
     def _add(self, storage: torch.UntypedStorage) -> None:
-        address, size = storage._cdata, storage.nbytes()
-        if address in self.known:  # a view, or changed in place
+        address = storage._cdata
+        if address in self.older or address in self.sizes:  # a view, or changed in place
             return
-
-        def freed(_: object) -> None:
-            self.known.discard(address)
-            del self.alive[address]
-            self.now -= size
-
-        self.known.add(address)
-        self.tags[address] = self.tag
-        self.alive[address] = weakref.ref(storage, freed)
-        self.now += size
+        self.sizes[address], self.tags[address] = storage.nbytes(), self.tag
+        weakref.finalize(storage, self._freed, address)
+        self.now += storage.nbytes()
         self.peak = max(self.peak, self.now)
+
+    def _freed(self, address: int) -> None:
+        self.now -= self.sizes.pop(address)
 
     def retag(self, tensor: Tensor, tag: str) -> None:
         self.tags[tensor.untyped_storage()._cdata] = tag
 
     def by_tag(self) -> Counter[str]:
-        sizes: Counter[str] = Counter()
-        for address, storage in self.alive.items():
-            sizes[self.tags[address]] += storage().nbytes()  # type: ignore[union-attr]
-        return sizes
+        found: Counter[str] = Counter()
+        for address, size in self.sizes.items():
+            found[self.tags[address]] += size
+        return found

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from dualres.config.schema import ModelConfig, ResidualConfig
-from dualres.model.attention import Attention
 from dualres.model.decoder import Decoder, build_decoder
-from dualres.model.feedforward import FeedForward
 from dualres.model.loss import loss_and_gradients
 from dualres.model.moe import Experts, LocalExperts, MoE
+from dualres.parallel.tensor import LINEARS
 
 
 class Share(NamedTuple):
@@ -32,10 +31,14 @@ def part_of(size: int, ranks: int) -> int:
 
 
 class Wire:
-    """Counts the bytes that a rank sends to the others of its group."""
+    """A group of ranks: which parameters it divides, and how many bytes a rank sends to the others."""
 
     def __init__(self, ranks: int):
         self.ranks, self.sent = ranks, 0
+        self.divided: set[int] = set()  # by id
+
+    def divide(self, *modules: nn.Module | None) -> None:
+        self.divided.update(id(p) for module in modules if module is not None for p in module.parameters())
 
     def carry(self, size: int) -> None:
         """A gather, a scatter or an all-to-all of `size` bytes in all."""
@@ -75,11 +78,16 @@ def local_model(model: ModelConfig, residual: ResidualConfig, share: Share) -> L
             module.placement = MetaExperts(tensor, experts)
             for name in module.matrices if share.experts > 1 else ():
                 whole: Tensor = getattr(module, name)
-                setattr(module, name, nn.Parameter(whole[: module.experts // share.experts].detach().clone()))
-        elif n > 1 and isinstance(module, (Attention, FeedForward)):
+                own = nn.Parameter(whole[: module.experts // share.experts].detach().clone())
+                setattr(module, name, own)
+                experts.divided.add(id(own))
+        elif n > 1 and type(module) in LINEARS:
+            into, out = LINEARS[type(module)]
+            tensor.divide(*(module.get_submodule(name) for name in (*into, out)))
             module.register_forward_pre_hook(gathered)
             module.register_forward_hook(scattered)
     if n > 1:
+        tensor.divide(decoder.vocabulary.table, decoder.vocabulary.output)
         decoder.vocabulary.table.register_forward_hook(scattered)
     return LocalModel(decoder, tensor, experts)
 

@@ -6,49 +6,13 @@ activations; workspaces of kernels, NCCL's buffers and allocator fragmentation a
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
-from dualres.plan.activations import PartBytes
-from dualres.plan.pipeline_schedule import ChunkBytes, InFlight, in_flight
+from dualres.plan.activations import Memory
+from dualres.plan.pipeline_schedule import ChunkBytes, InFlight, actions, in_flight
 from dualres.plan.stages import PipelineRank, elements
 
 FLOAT32 = 4  # bytes
 DEEPSPEED_BUCKET, DEEPSPEED_GATHERED = 500_000_000, 1_000_000_000  # elements: its defaults
-
-
-class Memory(NamedTuple):
-    """Bytes of one rank at the peak of a step."""
-
-    weights: int = 0
-    gathered_weights: int = 0
-    gradients: int = 0
-    reduced_gradients: int = 0
-    optimizer: int = 0
-    activations: int = 0
-    history: int = 0
-    live_streams: int = 0
-    pipeline: int = 0
-    loss: int = 0
-    work: int = 0
-
-    @property
-    def total(self) -> int:
-        return sum(self)
-
-
-DESCRIPTIONS = {
-    "weights": "stored by this rank",
-    "gathered_weights": "in use",
-    "gradients": "stored by this rank",
-    "reduced_gradients": "being summed over ranks",
-    "optimizer": "AdamW state, float32",
-    "activations": "kept by branches",
-    "history": "states H_0 … H_b made here",
-    "live_streams": "streams and branch outputs",
-    "pipeline": "states and gradients sent and received",
-    "loss": "gradients of its inputs",
-    "work": "temporary: logits or a block's backward pass",
-}
 
 
 def memory(rank: PipelineRank) -> Memory:
@@ -58,7 +22,7 @@ def memory(rank: PipelineRank) -> Memory:
     passes, (chunk,) = rank.passes, rank.chunks
     # What the readout keeps is gone when the blocks run backward.
     back = max(block.work for block in passes.blocks) - passes.end.kept
-    return _with_kept(held_by_engine(rank), chunk.kept)._replace(loss=chunk.loss, work=max(passes.logits, back, 0))
+    return held_by_engine(rank).plus(chunk.kept)._replace(work=max(passes.end.work, back, 0))
 
 
 def held_by_engine(rank: PipelineRank) -> Memory:
@@ -95,66 +59,51 @@ def least_memory(rank: PipelineRank) -> int:
     )
 
 
-def _with_kept(held: Memory, kept: PartBytes) -> Memory:
-    return held._replace(activations=kept.activations, history=kept.history, live_streams=kept.live)
-
-
 def _pipelined(rank: PipelineRank) -> Memory:
     """With several micro-batches in flight, at the peak of the last one's backward pass."""
     chunks, several = rank.chunks, rank.mesh.virtual > 1
     # PyTorch's interleaved schedule frees what it has sent, states and gradients, when a step ends.
     sizes = {
-        c.number: ChunkBytes(c.kept.kept + c.loss + c.received, c.left, c.sent + c.received if several else 0)
-        for c in chunks
+        c.number: ChunkBytes(c.kept.total + c.received, c.left, c.sent + c.received if several else 0) for c in chunks
     }
-    flight = in_flight(rank.actions, rank.mesh.pipeline, sizes)
-    kept, moved, losses = PartBytes(), max(chunk.sent for chunk in chunks), 0
+    order = actions(rank.mesh, rank.micro_batches, rank.number)
+    flight = in_flight(order, rank.mesh.pipeline, sizes)
+    held, moved = held_by_engine(rank), max(chunk.sent for chunk in chunks)
     for chunk in chunks:
         times, size = flight.kept[chunk.number], sizes[chunk.number]
-        kept = kept.plus(chunk.kept, times)
-        losses += chunk.loss * times
+        held = held.plus(chunk.kept, times)
         moved += chunk.received * times
         moved += size.left * flight.left[chunk.number] + size.done * flight.done[chunk.number]
     if several:  # the interleaved schedule asks for the next states before it needs them
         moved += max(chunk.received for chunk in chunks)
-    moments = _backward_moments(rank, flight)
-    moment = max(moments, key=lambda moment: moment.gathered + moment.gradients + moment.work - moment.freed.kept)
-    return _with_kept(held_by_engine(rank), kept.plus(moment.freed, -1))._replace(
-        gathered_weights=moment.gathered,
-        reduced_gradients=moment.gradients,
-        pipeline=moved,
-        loss=losses,
-        work=moment.work,
-    )
+    moments = (held.plus(moment) for moment in _backward_moments(rank, flight))
+    return max(moments, key=lambda moment: moment.total)._replace(pipeline=moved)
 
 
-class BackwardMoment(NamedTuple):
-    """Bytes at one moment of a micro-batch's backward pass."""
+def _backward_moments(rank: PipelineRank, flight: InFlight) -> Iterator[Memory]:
+    """What a micro-batch's backward pass adds and has freed, block by block; gradients of weights are whole.
 
-    gathered: int  # weights
-    gradients: int  # whole, of weights
-    work: int
-    freed: PartBytes  # by the blocks that have run
-
-
-def _backward_moments(rank: PipelineRank, flight: InFlight) -> Iterator[BackwardMoment]:
-    """Weights that were resharded after the forward pass are gathered again, block by block, and stay."""
+    Weights that were resharded after the forward pass are gathered again, block by block, and stay.
+    """
     (chunk,) = (chunk for chunk in rank.chunks if chunk.number == flight.coming)
     others = [other for other in rank.chunks if other is not chunk]
-    last, blocks, passes = chunk.leaving is None, [elements(unit) for unit in chunk.units], rank.passes
+    blocks, passes = [elements(unit) for unit in chunk.units], rank.passes
     gathered = elements(*(each.root for each in rank.chunks))
     gathered += sum(elements(*other.units) for other in others if other.number in flight.gathered)
     summed = sum(elements(*other.units, other.root) for other in others if other.number in flight.summed)
     again = chunk.number in flight.summed  # an earlier micro-batch has left its gradients
-    everything = summed + elements(*chunk.units, chunk.root)
-    if last:
-        there = gathered + sum(sorted(blocks)[-2:])
-        whole = everything if again else summed
-        yield BackwardMoment(rank.width * there, FLOAT32 * whole, passes.logits, PartBytes())
-    freed, root = (passes.end, elements(chunk.root)) if last else (PartBytes(), 0)
+    everything, root = summed + elements(*chunk.units, chunk.root), elements(chunk.root) if chunk.last else 0
+    freed = Memory()
+    if chunk.last:
+        there = rank.width * (gathered + sum(sorted(blocks)[-2:]))
+        whole = FLOAT32 * (everything if again else summed)
+        yield Memory(gathered_weights=there, reduced_gradients=whole, work=passes.end.work)
+        freed = passes.end._replace(loss=0, work=0)
     for at in reversed(range(len(blocks))):
-        there = gathered + sum(blocks[max(0, at - 1) :])  # with the next, which is being gathered
-        whole = everything if again else summed + sum(blocks[at + 1 :]) + root  # its own are in its work
+        there = rank.width * (gathered + sum(blocks[max(0, at - 1) :]))  # with the next, which is being gathered
+        # The gradients of its own are in its work.
+        whole = FLOAT32 * (everything if again else summed + sum(blocks[at + 1 :]) + root)
         part = passes.blocks[chunk.blocks[at]]
-        yield BackwardMoment(rank.width * there, FLOAT32 * whole, part.work, freed)
-        freed = freed.plus(part)
+        work = Memory(gathered_weights=there, reduced_gradients=whole, work=part.work)
+        yield work.plus(freed, -1)
+        freed = freed.plus(part._replace(work=0))

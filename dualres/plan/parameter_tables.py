@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 from dualres.config import paper
 from dualres.config.loading import load_config
-from dualres.config.schema import Config
 from dualres.model.accounting import parameters
 from dualres.model.decoder import build_decoder
 from dualres.util.tables import table
@@ -52,8 +51,9 @@ def compare() -> list[Comparison]:
             count = parameters(build_decoder(config.model, config.residual, device="meta"))
             excluding = [n - count.vocabulary for n in (count.total, count.active)]
             ours = (excluding[0], count.total, excluding[1], count.active)
+            # L(2d+2) ρ gates
+            unbuilt = config.model.layers * (2 * config.model.width + 2) if row.residual in WITHOUT_UNUSED_RHO else 0
             for column, printed, n in zip(columns, row.counts, ours, strict=False):
-                unbuilt = unused_rho(config)
                 rows.append(Comparison(row.scale, row.residual, column, printed, n, unbuilt, unit))
             if printed_rows is paper.MOE_COUNTS:
                 sparse[row.residual] = count.total
@@ -61,13 +61,6 @@ def compare() -> list[Comparison]:
     printed = paper.MOE_DAR_OVER_ATTNRES
     rows.append(Comparison("moe-7b", "dar-block", "more than attnres-block", printed, difference, 0, MILLION))
     return rows
-
-
-def unused_rho(config: Config) -> int:
-    """L(2d+2) for DAR-Full: the ρ gates that the paper counts and we do not build."""
-    if config.residual.method not in WITHOUT_UNUSED_RHO:
-        return 0
-    return config.model.layers * (2 * config.model.width + 2)
 
 
 def as_printed(count: int, unit: int) -> str:

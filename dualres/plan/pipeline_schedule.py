@@ -6,19 +6,18 @@
 import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
+
+from torch.distributed.pipelining.schedules import (
+    FORWARD,
+    FULL_BACKWARD,
+    RESHARD,
+    _Action,
+    _add_unshard_reshard,
+    _ComputationType,
+)
 
 from dualres.parallel.mesh import Mesh
-
-ACTIVE_STAGES = 3  # whose weights the interleaved schedule holds gathered at a time: PyTorch's default
-
-
-class Action(NamedTuple):
-    """One pass of one chunk for one micro-batch."""
-
-    kind: Literal["forward", "backward"]
-    chunk: int
-    micro_batch: int
 
 
 class Gathers(NamedTuple):
@@ -29,34 +28,29 @@ class Gathers(NamedTuple):
 
 
 @functools.cache
-def actions(mesh: Mesh, count: int, rank: int) -> tuple[Action, ...]:
+def actions(mesh: Mesh, count: int, rank: int) -> tuple[_Action, ...]:
     """All passes of a pipeline rank for `count` micro-batches."""
-    ranks, virtual = mesh.pipeline, mesh.virtual
-    rounds = max(1, count // ranks)
-    per_round = count // rounds if virtual > 1 else count
+    ranks, virtual, total = mesh.pipeline, mesh.virtual, mesh.virtual * count
+    per_round = count // max(1, count // ranks)
     if virtual == 1:
         warmup = min(count, ranks - rank)  # as many as are in flight when the first comes back
     else:
-        warmup = min((virtual - 1) * per_round + 2 * (ranks - 1 - rank), virtual * count)
-    forward, backward = Counter[int](), Counter[int]()
-    found: list[Action] = []
+        warmup = min((virtual - 1) * per_round + 2 * (ranks - 1 - rank), total)
+    found: list[_Action] = []
 
-    def add(kind: Literal["forward", "backward"], step: int) -> None:
-        turn, numbers = step // per_round % virtual, forward if kind == "forward" else backward
-        chunk = (turn if kind == "forward" else virtual - 1 - turn) * ranks + rank
-        found.append(Action(kind, chunk, numbers[chunk]))
-        numbers[chunk] += 1
+    def add(kind: _ComputationType, step: int) -> None:
+        turn = step // per_round % virtual
+        found.append(_Action((turn if kind == FORWARD else virtual - 1 - turn) * ranks + rank, kind))
 
-    total = virtual * count
     for step in range(warmup):
-        add("forward", step)
+        add(FORWARD, step)
     for step in range(total):  # PyTorch's 1F1B runs backward first, the interleaved schedule forward
         if virtual == 1:
-            add("backward", step)
+            add(FULL_BACKWARD, step)
         if step + warmup < total:
-            add("forward", step + warmup)
+            add(FORWARD, step + warmup)
         if virtual > 1:
-            add("backward", step)
+            add(FULL_BACKWARD, step)
     return tuple(found)
 
 
@@ -79,13 +73,13 @@ class ChunkBytes(NamedTuple):
     done: int  # from then to the end of the step
 
 
-def in_flight(order: Sequence[Action], ranks: int, size_of: Mapping[int, ChunkBytes]) -> InFlight:
+def in_flight(order: Sequence[_Action], ranks: int, size_of: Mapping[int, ChunkBytes]) -> InFlight:
     """The moment at which a rank holds most."""
     held, waiting, done = Counter[int](), Counter[int](), Counter[int]()
     most = held, waiting, done
     top = size = moment = 0
-    for at, (kind, chunk, _) in enumerate(order):
-        if kind == "forward":
+    for at, (chunk, kind, *_) in enumerate(order, 1):
+        if kind == FORWARD:
             held[chunk] += 1
             size += size_of[chunk].kept
         else:
@@ -97,49 +91,31 @@ def in_flight(order: Sequence[Action], ranks: int, size_of: Mapping[int, ChunkBy
                 waiting[chunk + ranks] -= 1
                 size -= size_of[chunk + ranks].left
         if size >= top and held.total():
-            top, moment, most = size, at + 1, (held.copy(), waiting.copy(), done.copy())
-    last, later = {a.chunk: a.kind for a in order[:moment]}, {a.chunk for a in order[moment:]}
+            top, moment, most = size, at, (held.copy(), waiting.copy(), done.copy())
+    last, later = dict(action[:2] for action in order[:moment]), {action.stage_index for action in order[moment:]}
     return InFlight(
         *most,
-        frozenset(action.chunk for action in order[:moment] if action.kind == "backward"),
-        frozenset(chunk for chunk, kind in last.items() if kind == "backward" and chunk in later),
-        next(action.chunk for action in order[moment:] if action.kind == "backward"),
+        frozenset(chunk for chunk, kind, *_ in order[:moment] if kind == FULL_BACKWARD),
+        frozenset(chunk for chunk, kind in last.items() if kind == FULL_BACKWARD and chunk in later),
+        next(chunk for chunk, kind, *_ in order[moment:] if kind == FULL_BACKWARD),
     )
 
 
 @functools.cache
-def gathers(order: tuple[Action, ...], chunk: int) -> Gathers:
-    """Blocks reshard their weights after a forward pass and not after a backward pass; the root keeps its own.
+def gathers(mesh: Mesh, count: int, chunk: int) -> Gathers:
+    """Of a chunk: blocks reshard their weights after a forward pass, not after a backward pass; the root keeps its own.
 
-    A rank of several chunks also prefetches a chunk's weights, and reshards those of chunks that are not next.
+    For a rank of several chunks, PyTorch also prefetches weights and reshards those of chunks that are not next.
     """
-    several = len({action.chunk for action in order}) > 1
-    ends = {action.chunk: at for at, action in enumerate(order)}
+    order = actions(mesh, count, chunk % mesh.pipeline)
     blocks = root = 0
     whole = whole_root = False
-    active: list[int] = []
-    for at, action in enumerate(order):
-        if several:
-            coming = _next(order, at, min(ACTIVE_STAGES, sum(end >= at for end in ends.values())))
-            if chunk in active and chunk not in coming:
-                whole = whole_root = False
-            if chunk in coming and chunk not in active:
-                blocks, root = blocks + (not whole), root + (not whole_root)
-                whole = whole_root = True
-            active = coming
-        if action.chunk != chunk:
+    for action in _add_unshard_reshard([*order]) if mesh.virtual > 1 else order:
+        if action.stage_index != chunk:
+            continue
+        if action.computation_type == RESHARD:
+            whole = whole_root = False
             continue
         blocks, root = blocks + (not whole), root + (not whole_root)
-        whole_root = True
-        whole = action.kind == "backward"
+        whole, whole_root = action.computation_type != FORWARD, True
     return Gathers(blocks, root)
-
-
-def _next(order: Sequence[Action], at: int, count: int) -> list[int]:
-    """The next `count` different chunks."""
-    found: list[int] = []
-    while len(found) < count:
-        if order[at].chunk not in found:
-            found.append(order[at].chunk)
-        at += 1
-    return found

@@ -2,18 +2,17 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 from dualres.config.schema import Config
 from dualres.model.decoder import build_decoder
-from dualres.plan import communication, memory
+from dualres.parallel.pipeline import micro_batches
 from dualres.plan.describe import counts, parameter_lines
 from dualres.plan.estimate import MeshEstimate, StepEstimate
 from dualres.plan.hardware import GIB, Hardware
-from dualres.plan.time import StepSeconds
 from dualres.train.preflight import Check
 from dualres.train.recipe import learning_rate, steps_of
-from dualres.util.progress import short
+from dualres.util.progress import plural, short
 from dualres.util.tables import table
 
 NOTE = """\
@@ -53,7 +52,7 @@ def batch(made: MeshEstimate) -> dict[str, int]:
         "micro_batch": config.train.micro_batch,
         "gpus": mesh.processes,
         "ranks": mesh.data,
-        "accumulation": made.micro_batches,
+        "accumulation": micro_batches(config.train.global_batch, config.train.micro_batch, mesh),  # with padding
         "tokens_per_step": tokens,
         "steps": steps,
         "tokens": tokens * steps,
@@ -115,20 +114,19 @@ def _column_data(made: MeshEstimate) -> dict[str, Any]:
 def as_text(plan: Plan, title: str) -> str:
     """The plan for a terminal."""
     own = plan.own
-    mesh, train, context, found = own.mesh, own.config.train, own.config.model.context, batch(own)
-    counted = counts(build_decoder(own.config.model, own.config.residual, device="meta"))
-    flops, rates = counted["flops_per_token"], schedule(own.config)
+    mesh, train, context, data = own.mesh, own.config.train, own.config.model.context, as_data(plan)
+    flops, found, rates = data["flops_per_token"], data["batch"], data["schedule"]
     how = "chosen, the fastest that fits" if plan.chosen else "as given"
     made = {name: column for name, column in plan.columns.items() if isinstance(column, MeshEstimate)}
     steps = {name: column.step for name, column in made.items() if column.step is not None}
     speed = [f"{short(s.tokens_per_second)} tokens/s, {s.utilization:.0%} of the peak" for s in [own.step] if s]
-    ranks = f"{_number(mesh.data, 'rank')} × {_number(own.micro_batches, 'micro-batch', 'es')} of {train.micro_batch}"
+    ranks = f"{plural(mesh.data, 'rank')} × {plural(found['accumulation'], 'micro-batch', 'es')} of {train.micro_batch}"
     lines = [
-        f"{title} on {_number(mesh.processes, 'GPU')}: {mesh.describe()} with {own.engine}, {how}",
+        f"{title} on {plural(mesh.processes, 'GPU')}: {mesh.describe()} with {own.engine}, {how}",
         "; ".join([plan.checks[-1].says, *speed]),
         "",
-        *parameter_lines(counted["parameters"]),
-        f"  vocabulary          {counted['parameters']['vocabulary']:,}",
+        *parameter_lines(data["parameters"]),
+        f"  vocabulary          {data['parameters']['vocabulary']:,}",
         f"flops per token       {short(flops['forward'])} forward, about {short(flops['training'])} in training; "
         f"{flops['training'] * found['tokens']:.3g} in the whole run",
         f"mesh                  data {mesh.data} × tensor {mesh.tensor} × pipeline {mesh.pipeline}"
@@ -159,7 +157,7 @@ def _memory_table(made: Mapping[str, MeshEstimate]) -> str:
     more = [("total", *(f"{held.total / GIB:.2f}" for held in fullest.values()), "")]
     if any(column.fullest for column in made.values()):
         more.append(("pipeline rank", *(str(column.fullest) for column in made.values()), "that holds most"))
-    return _table("memory of a rank, GiB", GIB, 2, fullest, memory.DESCRIPTIONS, more)
+    return _table("memory of a rank, GiB", GIB, 2, fullest, more)
 
 
 def _communication_table(steps: Mapping[str, StepEstimate]) -> str:
@@ -170,7 +168,7 @@ def _communication_table(steps: Mapping[str, StepEstimate]) -> str:
         naive = [sum(step.resent) for step in steps.values()]
         more.append(("whole pipeline", *(f"{size / 1e9:.2f}" for size in cached), "its ranks together"))
         more.append(("  naive", *(f"{size / 1e9:.2f}" for size in naive), "if each boundary carried all states again"))
-    return _table("sent by a rank in a step, GB", 1e9, 2, most, communication.DESCRIPTIONS, more)
+    return _table("sent by a rank in a step, GB", 1e9, 2, most, more)
 
 
 def _seconds_table(steps: Mapping[str, StepEstimate]) -> str:
@@ -179,21 +177,14 @@ def _seconds_table(steps: Mapping[str, StepEstimate]) -> str:
         ("tokens/s", *(f"{step.tokens_per_second:,.0f}" for step in steps.values()), ""),
         ("utilization, %", *(f"{100 * step.utilization:.1f}" for step in steps.values()), "of the peak, by products"),
     ]
-    seconds = {name: step.seconds for name, step in steps.items()}
-    return _table("seconds of a step, s", 1, 3, seconds, dict.fromkeys(StepSeconds._fields, ""), more)
+    return _table("seconds of a step, s", 1, 3, {name: step.seconds for name, step in steps.items()}, more)
 
 
-def _table(
-    title: str, unit: float, digits: int, columns: Mapping[str, Any], fields: Mapping[str, str], more: Sequence[Any]
-) -> str:
+def _table(title: str, unit: float, digits: int, columns: Mapping[str, Any], more: Sequence[Any]) -> str:
     """A column per residual, a row per field that is not zero everywhere as printed, and more rows."""
-    rows = [
-        (field.replace("_", " "), *(f"{getattr(each, field) / unit:.{digits}f}" for each in columns.values()), what)
-        for field, what in fields.items()
-    ]
-    rows = [row for row in rows if any(float(value) for value in row[1:-1])]
+    rows = []
+    for field, hint in get_type_hints(type(next(iter(columns.values()))), include_extras=True).items():
+        values = [f"{getattr(each, field) / unit:.{digits}f}" for each in columns.values()]
+        if any(map(float, values)):
+            rows.append((field.replace("_", " "), *values, *getattr(hint, "__metadata__", [""])))
     return table([title, *columns, "what"], [*rows, *more])
-
-
-def _number(n: int, one: str, plural: str = "s") -> str:
-    return f"{n:,} {one}" if n == 1 else f"{n:,} {one}{plural}"

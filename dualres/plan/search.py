@@ -7,13 +7,14 @@ best one so far, that is the best of all.
 import dataclasses
 import math
 from collections.abc import Iterator, Set
+from itertools import product
 from typing import Any, NamedTuple
 
 from dualres.config.schema import Config, ConfigError, ParallelConfig, TrainConfig
 from dualres.config.validation import divisors
 from dualres.model.activation_checkpointing import Recompute
 from dualres.parallel.mesh import Mesh, block_count, mesh_of
-from dualres.plan.activations import PartBytes, Passes
+from dualres.plan.activations import Memory, Passes
 from dualres.plan.estimate import MeshEstimate, estimate
 from dualres.plan.hardware import GIB, USABLE, Hardware
 from dualres.plan.local_model import part_of
@@ -22,7 +23,7 @@ from dualres.plan.stages import pipeline_ranks
 from dualres.plan.time import step_seconds, token_cost
 from dualres.train.engines.build import engine_mesh
 from dualres.train.preflight import Check, engine_or_asked
-from dualres.util.progress import Show, silent
+from dualres.util.progress import Show, plural, silent
 
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")  # from fast to small
 MOST_VIRTUAL = 4
@@ -51,7 +52,7 @@ def choose(
         """Better ones first; seconds that differ by rounding are equal."""
         return float(f"{seconds:.9g}"), train.micro_batch != config.train.micro_batch, -train.micro_batch
 
-    show(f"{processes:,} {'GPU' if processes == 1 else 'GPUs'}: possible meshes")
+    show(f"{plural(processes, 'GPU')}: possible meshes")
     found = [(order(row.config.train, row.seconds), row) for row in candidates(config, processes, hardware, fixed)]
     best: tuple[tuple[float, bool, int], MeshEstimate] | None = None
     least = math.inf
@@ -84,10 +85,21 @@ def choose(
 
 def candidates(config: Config, processes: int, hardware: Hardware, fixed: Set[str]) -> Iterator[Candidate]:
     """Every possible mesh with every micro-batch that the recipe allows and every recomputation."""
-    for cut, mesh in _meshes(config, processes, hardware, fixed):
-        ranks = pipeline_ranks(cut, cut.train.engine, mesh, _least_passes(cut, mesh))
+    train, engine = config.train, "single" if processes == 1 else "fsdp2"
+    micro_batches = {train.micro_batch}
+    if "micro_batch" not in fixed and config.model.moe is None:  # a router balances its micro-batch: part of the recipe
+        micro_batches |= {n for n in divisors(train.global_batch) if n <= MOST_MICRO_BATCH}
+    for parallel, micro_batch in product(_parallels(config, processes, hardware), sorted(micro_batches)):
+        try:
+            cut = with_train(config, micro_batch=micro_batch, parallel=parallel, engine=engine)
+            mesh = mesh_of(cut, processes)
+        except ConfigError:
+            continue
+        if train.global_batch < micro_batch * mesh.data:
+            continue
+        ranks = pipeline_ranks(cut, engine, mesh, _least_passes(cut, mesh))
         held = max(map(least_memory, ranks))
-        for recompute in [config.train.recompute] if "recompute" in fixed else RECOMPUTE:
+        for recompute in [train.recompute] if "recompute" in fixed else RECOMPUTE:
             candidate = with_train(cut, recompute=recompute)
             seconds = step_seconds([rank._replace(config=candidate) for rank in ranks], hardware)
             yield Candidate(candidate, mesh, seconds.total, held)
@@ -105,35 +117,21 @@ def _least_passes(config: Config, mesh: Mesh) -> Passes:
     stream = train.micro_batch * model.context * model.width * width
     tensor = part_of(stream, mesh.tensor) * (2 if model.moe is None else 1)  # an MoE branch gathers nothing
     rows = part_of(stream // mesh.tensor * model.moe.active, mesh.expert_ranks) if model.moe else 0
-    layer = PartBytes(tensor=4 * tensor, experts=4 * rows)  # twice forward, twice backward
+    layers = [branches // 2 for branches in cost.branches]
     return Passes(
         shared=0,
-        start=PartBytes(),
-        blocks=tuple(PartBytes().plus(layer, branches // 2) for branches in cost.branches),
-        end=PartBytes(),
-        loss=0,
-        logits=0,
+        start=Memory(),
+        blocks=(Memory(),) * len(layers),
+        sent=tuple((4 * tensor * count, 4 * rows * count) for count in layers),  # twice forward, twice backward
+        end=Memory(),
         stream=stream // mesh.tensor,
         streams=cost.streams,
         keeps_history=cost.keeps_history,
     )
 
 
-def _meshes(config: Config, processes: int, hardware: Hardware, fixed: Set[str]) -> Iterator[tuple[Config, Mesh]]:
-    """Larger tensor groups come last."""
-    for parallel in _parallels(config, processes, hardware):
-        for micro_batch in _micro_batches(config, fixed):
-            engine = "single" if processes == 1 else "fsdp2"
-            try:
-                cut = with_train(config, micro_batch=micro_batch, parallel=parallel, engine=engine)
-                mesh = mesh_of(cut, processes)
-            except ConfigError:
-                continue
-            if cut.train.global_batch >= micro_batch * mesh.data:
-                yield cut, mesh
-
-
 def _parallels(config: Config, processes: int, hardware: Hardware) -> Iterator[ParallelConfig]:
+    """Larger tensor groups come last."""
     model, blocks = config.model, block_count(config)
     tensors = [n for n in divisors(math.gcd(model.heads, model.kv_heads)) if n <= hardware.node_size]
     experts = divisors(model.moe.experts) if model.moe else [1]
@@ -144,22 +142,10 @@ def _parallels(config: Config, processes: int, hardware: Hardware) -> Iterator[P
                     yield ParallelConfig(tensor, pipeline, virtual, expert, sequence_parallel=tensor > 1)
 
 
-def _micro_batches(config: Config, fixed: Set[str]) -> list[int]:
-    """Routers balance each micro-batch, so that of a sparse model is part of its recipe."""
-    train = config.train
-    if "micro_batch" in fixed or config.model.moe is not None:
-        return [train.micro_batch]
-    return sorted({train.micro_batch, *(n for n in divisors(train.global_batch) if n <= MOST_MICRO_BATCH)})
-
-
 def _enough(config: Config, processes: int, hardware: Hardware) -> int:
     """Sequences for one micro-batch on every data-parallel rank of the deepest and widest mesh."""
-    ranks = [
-        processes // (p.tensor * p.pipeline)
-        for p in _parallels(config, processes, hardware)
-        if processes % (p.tensor * p.pipeline) == 0
-    ]
-    return config.train.micro_batch * min(ranks)
+    shared = {parallel.tensor * parallel.pipeline for parallel in _parallels(config, processes, hardware)}
+    return config.train.micro_batch * min(processes // ranks for ranks in shared if processes % ranks == 0)
 
 
 def check_memory(made: MeshEstimate, hardware: Hardware) -> Check:
@@ -182,8 +168,7 @@ def check_memory(made: MeshEstimate, hardware: Hardware) -> Check:
         # What recomputation alone can save, a compiler may save too.
         alone = changed == with_train(config, recompute=changed.train.recompute) and more == ranks
         if config.train.compile != "off" and alone:
-            held = made.memory[made.fullest]
-            kept = (held.activations + held.history + held.live_streams) / GIB
+            kept = made.memory[made.fullest].kept / GIB
             saved = f"train.compile={config.train.compile} keeps fewer activations than the {kept:.1f} GiB counted"
             return Check("memory", "note", f"{found}, but {saved}; if it fails, {remedy}")
         return Check("memory", "problem", f"{found}: {remedy}")

@@ -12,15 +12,10 @@ from typing import NamedTuple
 from torch import nn
 
 from dualres.config.schema import Config, ModelConfig, ResidualConfig
-from dualres.model.attention import Attention
-from dualres.model.decoder import Decoder
-from dualres.model.feedforward import FeedForward
-from dualres.model.moe import MoE
 from dualres.parallel.mesh import Mesh, chunk_sizes
 from dualres.parallel.pipeline import Boundary, boundaries, micro_batches
-from dualres.plan.activations import PartBytes, Passes
+from dualres.plan.activations import Memory, Passes
 from dualres.plan.local_model import Share, local_model
-from dualres.plan.pipeline_schedule import Action, actions
 
 
 class Weight(NamedTuple):
@@ -61,21 +56,18 @@ class ModelUnits(NamedTuple):
     embedding: Unit
     output: Unit  # the same where they are tied
     readout: Unit  # and the final norm
-    tied: bool
 
 
 @functools.cache
 def model_units(model: ModelConfig, residual: ResidualConfig, share: Share) -> ModelUnits:
-    decoder = local_model(model, residual, share).decoder
-    stack, vocabulary, cut = decoder.stack, decoder.vocabulary, _tensor_parallel(decoder)
-    moes = [module for module in decoder.modules() if isinstance(module, MoE)] if share.experts > 1 else []
-    experts = {id(weight) for moe in moes for weight in (moe.gate_up, moe.down)}
+    decoder, tensor, experts = local_model(model, residual, share)
+    stack, vocabulary, cut = decoder.stack, decoder.vocabulary, tensor.divided | experts.divided
     table = {id(p) for p in vocabulary.parameters()}
     uneven = cut & table if model.vocab_size % share.tensor else set()
 
     def unit(*parts: nn.Module | None) -> Unit:
         return tuple(
-            Weight(tuple(p.shape), id(p) in experts, id(p) not in cut | experts, id(p) in table, id(p) in uneven)
+            Weight(tuple(p.shape), id(p) in experts.divided, id(p) not in cut, id(p) in table, id(p) in uneven)
             for part in parts
             if part is not None
             for p in part.parameters()
@@ -84,19 +76,7 @@ def model_units(model: ModelConfig, residual: ResidualConfig, share: Share) -> M
     tied = vocabulary.output is None
     embedding = unit(vocabulary) if tied else unit(vocabulary.table, vocabulary.widen)
     output = embedding if tied else unit(vocabulary.output, vocabulary.narrow)
-    return ModelUnits(tuple(map(unit, stack)), embedding, output, unit(stack.readout, decoder.norm), tied)
-
-
-def _tensor_parallel(decoder: Decoder) -> set[int]:
-    """The parameters that a tensor group divides."""
-    vocabulary = decoder.vocabulary
-    found: list[nn.Module | None] = [vocabulary.table, vocabulary.output]
-    for module in decoder.modules():
-        if isinstance(module, Attention):
-            found += [module.query, module.key, module.value, module.output]
-        elif isinstance(module, FeedForward):
-            found += [module.gate, module.up, module.down]
-    return {id(p) for module in found if module is not None for p in module.parameters()}
+    return ModelUnits(tuple(map(unit, stack)), embedding, output, unit(stack.readout, decoder.norm))
 
 
 class PlannedChunk(NamedTuple):
@@ -104,8 +84,11 @@ class PlannedChunk(NamedTuple):
 
     number: int
     blocks: range
-    arriving: Boundary | None  # None: it embeds
-    leaving: Boundary | None  # None: it reads out and computes the loss
+    first: bool  # it embeds
+    last: bool  # it reads out and computes the loss
+    received: int  # bytes of the states that a micro-batch brings, and of the gradients that it sends back
+    sent: int  # bytes of the states that leave, and of the gradients that come back
+    left: int  # bytes of the gradients of cached states that a micro-batch leaves for an earlier chunk of the rank
     units: tuple[Unit, ...]  # of its blocks
     root: Unit
     passes: Passes
@@ -115,46 +98,18 @@ class PlannedChunk(NamedTuple):
         return [weight for unit in (*self.units, self.root) for weight in unit]
 
     @property
-    def received(self) -> int:
-        """Bytes of the states that a micro-batch brings, and of the gradients that it sends back."""
-        return 0 if self.arriving is None else self._bytes(self.arriving.sent)
-
-    @property
-    def sent(self) -> int:
-        """Bytes of the states that leave, and of the gradients that come back."""
-        return 0 if self.leaving is None else self._bytes(self.leaving.sent)
-
-    @property
-    def left(self) -> int:
-        """Bytes of the gradients of cached states that a micro-batch leaves for an earlier chunk of the rank."""
-        return 0 if self.arriving is None else self._bytes(self.arriving.cached)
-
-    def _bytes(self, states: tuple[int, ...]) -> int:
-        """H_0 as one stream, others as J."""
-        return sum(self.passes.stream if state == 0 else self.passes.state for state in states)
-
-    @property
-    def loss(self) -> int:
-        """What the loss keeps here."""
-        return self.passes.loss if self.leaving is None else 0
-
-    @property
-    def kept(self) -> PartBytes:
-        """What a micro-batch keeps here for its backward pass, without what it has received and without the loss."""
+    def kept(self) -> Memory:
+        """What a micro-batch keeps here for its backward pass, without what it has received."""
         passes = self.passes
-        found = PartBytes(passes.shared)
-        for b in self.blocks:
-            found = found.plus(passes.blocks[b])
-        if self.arriving is None:
-            found = found.plus(passes.start)
-        if self.leaving is None:
-            found = found.plus(passes.end)
-        several = passes.streams > 1 and passes.keeps_history
-        if several and self.arriving is not None:  # H_0 came as one stream
-            found = found.plus(PartBytes(history=passes.state))
-        if several and self.arriving is None and self.leaving is not None:  # and leaves so
-            found = found.plus(PartBytes(history=passes.stream))
-        return found
+        parts = [Memory(activations=passes.shared), *(passes.blocks[b] for b in self.blocks)]
+        parts += [passes.start] if self.first else []
+        parts += [passes.end] if self.last else []
+        if passes.streams > 1 and passes.keeps_history:
+            if not self.first:  # H_0 came as one stream
+                parts.append(Memory(history=passes.state))
+            elif not self.last:  # and leaves so
+                parts.append(Memory(history=passes.stream))
+        return functools.reduce(Memory.plus, parts)._replace(work=0)
 
 
 class PipelineRank(NamedTuple):
@@ -181,10 +136,6 @@ class PipelineRank(NamedTuple):
         return micro_batches(self.config.train.global_batch, self.config.train.micro_batch, self.mesh)
 
     @property
-    def actions(self) -> tuple[Action, ...]:
-        return actions(self.mesh, self.micro_batches, self.number)
-
-    @property
     def between_stages(self) -> int:
         """Bytes of one micro-batch: states to the next pipeline rank, gradients to the one before."""
         return sum(chunk.sent + chunk.received for chunk in self.chunks)
@@ -196,17 +147,24 @@ def pipeline_ranks(
     """All places in the pipeline; `resend` is one in which no rank keeps anything, for comparison."""
     sizes = chunk_sizes(config, mesh)
     crossing = boundaries(sizes, mesh.pipeline, keeps_history=passes.keeps_history, resend=resend)
-    between: list[Boundary | None] = [None, *crossing, None]
+    nothing = Boundary((), ())
     model = model_units(config.model, config.residual, Share(mesh.tensor, mesh.expert_ranks))
+
+    def size(states: tuple[int, ...]) -> int:
+        """H_0 as one stream, others as J."""
+        return sum(passes.stream if state == 0 else passes.state for state in states)
+
     chunks, start = [], 0
-    for number, (size, (arriving, leaving)) in enumerate(zip(sizes, pairwise(between), strict=True)):
-        root = model.embedding if arriving is None else ()
-        if leaving is None:
-            root += (() if arriving is None and model.tied else model.output) + model.readout
-        blocks = range(start, start + size)
+    for number, (arriving, leaving) in enumerate(pairwise([nothing, *crossing, nothing])):
+        first, last = number == 0, number == len(crossing)
+        root = model.embedding if first else ()
+        if last:
+            root += (() if first and config.model.tied_embeddings else model.output) + model.readout
+        blocks = range(start, start + sizes[number])
+        moved = size(arriving.sent), size(leaving.sent), size(arriving.cached)
         units = model.blocks[blocks.start : blocks.stop]
-        chunks.append(PlannedChunk(number, blocks, arriving, leaving, units, root, passes))
-        start += size
+        chunks.append(PlannedChunk(number, blocks, first, last, *moved, units, root, passes))
+        start = blocks.stop
     return [
         PipelineRank(config, engine, mesh, number, tuple(chunks[number :: mesh.pipeline]), passes)
         for number in range(mesh.pipeline)

@@ -24,7 +24,7 @@ from dualres.model.accounting import (
 )
 from dualres.model.decoder import build_decoder
 from dualres.ops import dispatch
-from dualres.plan.communication import chunk_communication, sharded_bytes, shared_bytes
+from dualres.plan.communication import branch_bytes, sharded_bytes, shared_bytes
 from dualres.plan.hardware import Hardware
 from dualres.plan.stages import PipelineRank, PlannedChunk
 from dualres.residual.pathway import History
@@ -54,9 +54,8 @@ class TokenCost(NamedTuple):
 
     flops: Flops  # forward
     branches: tuple[int, ...]  # of each block
-    elements: tuple[float, ...]  # of streams that each block's pathway moves, forward and backward
+    elements: tuple[float, ...]  # of streams that each block's pathway and the readout move, forward and backward
     forward: float  # share of these in the forward pass
-    readout: float
     streams: int
     keeps_history: bool
 
@@ -65,17 +64,14 @@ class TokenCost(NamedTuple):
 def token_cost(model: ModelConfig, residual: ResidualConfig) -> TokenCost:
     decoder = build_decoder(model, residual, device="meta")
     whole, rows = residual_traffic(decoder), _pathway_rows(model, residual)
-    scale = sum(whole) / sum(rows)
-    *blocks, readout = (scale * count for count in rows)
-    stack, flops = list(decoder.stack), flops_per_token(decoder)
+    scale, blocks = sum(whole) / sum(rows), list(decoder.stack)
     return TokenCost(
-        flops,
-        tuple(len(block.branches) for block in stack),
-        tuple(blocks),
+        flops_per_token(decoder),
+        tuple(len(block.branches) for block in blocks),
+        tuple(scale * count for count in rows),
         whole.forward / sum(whole),
-        readout,
         decoder.stack.streams,
-        stack[0].pathway.keeps_history,
+        blocks[0].pathway.keeps_history,
     )
 
 
@@ -108,9 +104,9 @@ def _rank_seconds(rank: PipelineRank, hardware: Hardware) -> StepSeconds:
         flops, elements = _work(rank, chunk)
         products += flops / (hardware.peak_flops * hardware.utilization)
         pathways += elements * rank.width / hardware.memory_bandwidth
-        part = chunk_communication(rank, chunk)
-        tensor += part.tensor / hardware.ring(mesh.tensor, 1)
-        experts += hardware.exchange_seconds(part.experts, mesh.expert_ranks)
+        gathered, exchanged = branch_bytes(rank, chunk)
+        tensor += gathered / hardware.ring(mesh.tensor, 1)
+        experts += hardware.exchange_seconds(exchanged, mesh.expert_ranks)
     sends = rank.between_stages / hardware.next_stage(mesh.processes)
     once = products + pathways + tensor + experts + sends
     rings = hardware.ring(mesh.data, mesh.tensor), hardware.ring(mesh.rest, mesh.expert_ranks)
@@ -138,10 +134,9 @@ def _work(rank: PipelineRank, chunk: PlannedChunk) -> tuple[float, float]:
     """Flops and elements of streams of one micro-batch, forward, backward and recomputed."""
     config, train = rank.config, rank.config.train
     cost = token_cost(config.model, config.residual)
-    flops, again = cost.flops, {"none": 0, "selective": 0, "full": 1}[train.recompute]
+    flops, again = cost.flops, train.recompute == "full"
     share = sum(cost.branches[b] for b in chunk.blocks) / sum(cost.branches)
     branches = share * (flops.branches + flops.attention) * (3 + again)
     elements = sum(cost.elements[b] for b in chunk.blocks) * (1 + (train.recompute != "none") * cost.forward)
-    last = chunk.leaving is None
     tokens = train.micro_batch * config.model.context / rank.mesh.tensor
-    return tokens * (branches + 3 * flops.vocabulary * last), tokens * (elements + cost.readout * last)
+    return tokens * (branches + 3 * flops.vocabulary * chunk.last), tokens * (elements + cost.elements[-1] * chunk.last)

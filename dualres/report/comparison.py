@@ -7,7 +7,7 @@ from dualres.config.schema import Config
 from dualres.model.accounting import Parameters, parameters
 from dualres.model.decoder import build_decoder
 from dualres.report.groups import BASE, Group
-from dualres.report.html import MINUS, NOTHING, Markup, RowGroup, code, join, signed, tag, two_lines
+from dualres.report.html import MINUS, NOTHING, Markup, code, join, signed, tag, two_lines
 from dualres.report.html import table as html_table
 from dualres.report.statistics import Interval, estimate, paired_difference
 from dualres.util.tables import table
@@ -32,7 +32,10 @@ class ComparisonRow(NamedTuple):
 def compare(groups: Sequence[Group]) -> list[ComparisonRow]:
     """A row per group with a finished run, compared with groups that differ only in their residual."""
     finished = [group for group in groups if group.finished]
-    return [_row(group, [other for other in finished if _comparable(group, other)]) for group in finished]
+    return [
+        _row(group, [other for other in finished if (other.scale, other.setting) == (group.scale, group.setting)])
+        for group in finished
+    ]
 
 
 def best_rates(groups: Sequence[Group]) -> list[Group]:
@@ -96,18 +99,15 @@ def as_data(rows: Sequence[ComparisonRow]) -> list[dict[str, Any]]:
 
 def as_html(rows: Sequence[ComparisonRow]) -> Markup:
     """A row group per scale, or per setting where a scale has several."""
-    headings = dict.fromkeys(row.group.heading for row in rows)
-    groups = [RowGroup(heading, [_cells(row) for row in rows if row.group.heading == heading]) for heading in headings]
+    groups: dict[str, list[list[str]]] = {}
+    for row in rows:
+        groups.setdefault(row.group.heading, []).append(_cells(row))
     difference = join(f"{MINUS}\N{NO-BREAK SPACE}", code(BASE), ", paired by seed")
     return html_table(
         "Validation loss at the end of training, in nats per token; lower is better",
         ["method", "seeds", "validation loss", difference, "tokens/s", "peak memory", "parameters"],
         groups,
     )
-
-
-def _comparable(one: Group, other: Group) -> bool:
-    return one.scale == other.scale and one.setting == other.setting
 
 
 def _row(group: Group, comparable: Sequence[Group]) -> ComparisonRow:

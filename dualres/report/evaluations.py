@@ -3,62 +3,43 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from dualres.config.schema import ConfigError
-from dualres.evaluate.tables import REFERENCE, ResultTable, TableCell
-from dualres.report.html import Markup, RowGroup, join, notes, tag
+from dualres.evaluate.tables import REFERENCE
+from dualres.report.html import Markup, join, notes, tag
 from dualres.report.html import table as html_table
 
 REPORT, FOLDER = "report.json", "evaluations"  # the file, and the folder that is searched for it
 _AGAIN = "run the same dualres evaluate command again; it reuses existing results."
 
 
-class Evaluation(NamedTuple):
-    """The contents of one file; no tables if an older version wrote it."""
-
-    file: Path
-    tables: tuple[ResultTable, ...] | None
-
-
-def find_evaluations(requested: Sequence[Path], runs: Sequence[Path]) -> list[Evaluation]:
-    """The requested ones, and those inside the given folders of runs and suites."""
+def as_html(requested: Sequence[Path], runs: Sequence[Path]) -> Markup:
+    """The tables of the requested evaluations, and of those inside the given folders of runs and suites."""
     for folder in requested:
         if not (folder / REPORT).is_file():
             raise ConfigError(f"--evaluation {folder} has no {REPORT}: pass the --out folder of `dualres evaluate`")
     folders = [*requested, *(path / FOLDER for path in runs if (path / FOLDER / REPORT).is_file())]
-    return [_read(file) for file in {(folder / REPORT).resolve(): folder / REPORT for folder in folders}.values()]
+    files = {(folder / REPORT).resolve(): folder / REPORT for folder in folders}
+    return join(*(_evaluation(file) for file in files.values()))
 
 
-def as_html(found: Evaluation) -> Markup:
-    if found.tables is None:
-        return tag("p", f"{found.file} was written by an older version and has no tables: {_AGAIN}", class_="notice")
-    return join(*(_as_html(table) for table in found.tables))
-
-
-def _as_html(table: ResultTable) -> Markup:
-    reference = [RowGroup(REFERENCE, [_texts(row) for row in table.reference])] if table.reference else []
-    groups = [RowGroup("", [_texts(row) for row in table.rows]), *reference]
-    return join(html_table(table.title, table.header, groups), notes(table.notes))
-
-
-def _texts(row: Sequence[TableCell]) -> list[str]:
-    return [
-        join(tag("b", cell.text) if cell.bold else cell.text, f" ± {cell.error}" if cell.error else "") for cell in row
-    ]
-
-
-def _read(file: Path) -> Evaluation:
+def _evaluation(file: Path) -> Markup:
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
-        return Evaluation(file, tuple(_table(given) for given in data["tables"]) if "tables" in data else None)
-    except (ValueError, TypeError, KeyError) as error:
+        if "tables" in data:
+            return join(*(_table(given) for given in data["tables"]))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(f"{file} cannot be read ({error!r}): {_AGAIN}") from None
+    return tag("p", f"{file} was written by an older version and has no tables: {_AGAIN}", class_="notice")
 
 
-def _table(given: dict[str, Any]) -> ResultTable:
-    def cells(rows: list[list[dict[str, Any]]]) -> tuple[tuple[TableCell, ...], ...]:
-        return tuple(tuple(TableCell(**cell) for cell in row) for row in rows)
+def _table(given: dict[str, Any]) -> Markup:
+    groups = {"": [[_cell(**cell) for cell in row] for row in given["rows"]]}
+    if given["reference"]:
+        groups[REFERENCE] = [[_cell(**cell) for cell in row] for row in given["reference"]]
+    return join(html_table(given["title"], given["header"], groups), notes(given["notes"]))
 
-    parts = {"header": tuple(given["header"]), "notes": tuple(given["notes"])}
-    return ResultTable(**{**given, **parts, "rows": cells(given["rows"]), "reference": cells(given["reference"])})
+
+def _cell(text: str, error: str, bold: bool) -> Markup:
+    return join(tag("b", text) if bold else text, f" ± {error}" if error else "")

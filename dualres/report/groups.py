@@ -1,12 +1,13 @@
 """Groups runs that differ only in their seed, and names the groups for tables and curves."""
 
-from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from dualres.config.schema import Config
-from dualres.report.reproduce import Origin, differing, origin, settings, with_defaults
+from dualres.report.reproduce import Origin, differing, origin, settings
 from dualres.report.runs import Run
-from dualres.residual.registry import resolve
+from dualres.residual.registry import explicit, resolve
 from dualres.train.run_folder import MAY_CHANGE
 
 BASE = "standard"  # the method that the others are compared with
@@ -71,12 +72,17 @@ def group_runs(runs: Sequence[Run]) -> tuple[list[Group], list[Run]]:
     alike: dict[str, dict[int, Run]] = {}
     for run in sorted(runs, key=lambda run: run.summary is None):  # of two with one seed, take the finished one
         alike.setdefault(repr(_settings(run, data)), {}).setdefault(run.seed, run)
-    groups = [_group(tuple(seeds[seed] for seed in sorted(seeds)), data) for seeds in alike.values()]
+    groups = []
+    for seeds in alike.values():
+        members = tuple(seeds[seed] for seed in sorted(seeds))
+        config, found = members[0].config, origin(members[0].config)
+        names = _scale(config, found), _residual(config, found)
+        groups.append(Group(*names, members, _settings(members[0], data), origin=found))
     given = {run.folder: number for number, run in enumerate(runs)}
     scales = list(dict.fromkeys(group.scale for group in sorted(groups, key=lambda g: given[g.runs[0].folder])))
     groups.sort(key=lambda g: (scales.index(g.scale), not g.is_standard, given[g.runs[0].folder]))
     used = {run.folder for group in groups for run in group.runs}
-    return _distinguished(groups), [run for run in runs if run.folder not in used]
+    return [_distinguished(group, groups) for group in groups], [run for run in runs if run.folder not in used]
 
 
 def data_names(runs: Sequence[Run]) -> dict[str, str]:
@@ -88,35 +94,19 @@ def data_names(runs: Sequence[Run]) -> dict[str, str]:
     return names
 
 
-def _group(runs: tuple[Run, ...], data: Mapping[str, str]) -> Group:
-    config, found = runs[0].config, origin(runs[0].config)
-    return Group(_scale(config, found), _residual(config, found), runs, _settings(runs[0], data), origin=found)
-
-
-def _distinguished(groups: Sequence[Group]) -> list[Group]:
-    """Name what distinguishes groups of one scale and residual, and settings of one scale."""
-    options = _differences(groups, lambda g: (g.scale, g.residual), lambda g: g.settings)
-    within = _differences(groups, lambda g: (g.scale,), lambda g: g.setting)
-    return [group._replace(options=o, within=w) for group, o, w in zip(groups, options, within, strict=True)]
-
-
-def _differences(
-    groups: Sequence[Group],
-    key: Callable[[Group], tuple[str, ...]],
-    values: Callable[[Group], Mapping[str, Any]],
-) -> list[str]:
-    """How each group differs from those with the same key."""
-    found = []
-    for group in groups:
-        others = [other for other in groups if key(other) == key(group)]
-        found.append(differing([values(other) for other in others])[others.index(group)])
-    return found
+def _distinguished(group: Group, groups: Sequence[Group]) -> Group:
+    """Name what distinguishes a group within its scale and residual, and its setting within its scale."""
+    scale = [other for other in groups if other.scale == group.scale]
+    options = differing(group.settings, [other.settings for other in scale if other.residual == group.residual])
+    return group._replace(options=options, within=differing(group.setting, [other.setting for other in scale]))
 
 
 def _settings(run: Run, data: Mapping[str, str]) -> dict[str, Any]:
     # Routers balance each micro-batch, so its size affects what a sparse model learns.
     free = MAY_CHANGE if run.config.model.moe is None else MAY_CHANGE - {"train.micro_batch"}
-    everything = settings(with_defaults(run.config))
+    # With every option of the residual, so that a default equals its explicit value.
+    residual = explicit(run.config.residual, 2 * run.config.model.layers)
+    everything = settings(dataclasses.replace(run.config, residual=residual))
     kept = {key: everything[key] for key in everything if key not in free and not key.startswith("train.parallel.")}
     return {**kept, "data": data[run.content], "start": run.start, "train.seed": None}
 

@@ -4,9 +4,9 @@ import base64
 import html
 import json
 import string
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from dualres.report.statistics import Interval
 
@@ -19,13 +19,6 @@ class Markup(str):
     """Text that is markup already."""
 
     __slots__ = ()
-
-
-class RowGroup(NamedTuple):
-    """Table rows under an optional heading; the first cell of a row is its name."""
-
-    title: str
-    rows: list[list[str]]
 
 
 def tag(name: str, /, *children: str, **attributes: str) -> Markup:
@@ -68,14 +61,17 @@ def signed(found: Interval) -> str:
     return found.text(sign="+").replace("-", MINUS)
 
 
-def table(caption: str, header: Sequence[str], groups: Sequence[RowGroup]) -> Markup:
-    """In a box that scrolls by itself, so that a wide table never widens the page."""
+def table(caption: str, header: Sequence[str], groups: Mapping[str, Sequence[Sequence[str]]]) -> Markup:
+    """Rows by heading, which may be empty; the first cell of a row is its name.
+
+    The table is in a box that scrolls by itself, so that a wide one never widens the page.
+    """
     head = tag("thead", tag("tr", *(tag("th", name, scope="col") for name in header)))
     bodies = []
-    for group in groups:
-        title = tag("tr", tag("th", group.title, colspan=str(len(header)), scope="rowgroup"))
-        rows = [tag("tr", tag("th", row[0], scope="row"), *(tag("td", cell) for cell in row[1:])) for row in group.rows]
-        bodies.append(tag("tbody", *([title] if group.title else []), *rows))
+    for heading, rows in groups.items():
+        title = tag("tr", tag("th", heading, colspan=str(len(header)), scope="rowgroup"))
+        lines = [tag("tr", tag("th", name, scope="row"), *(tag("td", cell) for cell in cells)) for name, *cells in rows]
+        bodies.append(tag("tbody", *([title] if heading else []), *lines))
     body = tag("table", tag("caption", caption), head, *bodies)
     return tag("div", body, class_="scroll", tabindex="0", role="region", aria_label=caption)
 

@@ -5,14 +5,12 @@ import hashlib
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from dualres.analyze.analysis import FOLDER, Analysis, read_analysis
 from dualres.analyze.figures import Panel, Section, sections
 from dualres.config.schema import ConfigError
 from dualres.report import charts, comparison, evaluations, paper_losses, summary
 from dualres.report.charts import Chart
-from dualres.report.evaluations import find_evaluations
 from dualres.report.groups import Group, group_runs
 from dualres.report.html import Markup, code, embedded, fill, join, notes, read_template, svg_image, tag
 from dualres.report.reproduce import as_yaml, command
@@ -26,14 +24,6 @@ STYLE = f":root {{ {_PALETTE} }}\n{read_template('page.css')}"
 SCRIPT = read_template("chart.js") + read_template("page.js")
 
 
-class PagePart(NamedTuple):
-    """A section of the page."""
-
-    name: str  # of its anchor
-    title: str
-    body: Markup
-
-
 def make_page(given: Sequence[Path], evaluated: Sequence[Path], command: str) -> str:
     """The page of the given runs and suites and of their evaluations; the footer shows the command."""
     runs = find_runs(given)
@@ -44,23 +34,22 @@ def make_page(given: Sequence[Path], evaluated: Sequence[Path], command: str) ->
         )
     rows = comparison.compare(groups)
     losses, routers = charts.loss_charts(groups), charts.router_charts(groups)
-    evaluation = join(*(evaluations.as_html(found) for found in find_evaluations(evaluated, given)))
-    parts = [
-        PagePart("comparison", "Comparison", _comparison(rows)),
-        PagePart("curves", "Loss curves", _charts("curves", losses)),
-        *([PagePart("routers", "Router balance", _charts("routers", routers))] if routers else []),
-        *([PagePart("evaluation", "Perplexity and zero-shot", evaluation)] if evaluation else []),
-        PagePart("paper", "Comparison with the paper", _paper(rows)),
-        PagePart("analyses", "Analyses", _analyses(groups)),
-        PagePart("configs", "Configs and commands", join(*(_config(group) for group in groups))),
+    parts = [  # anchor, title, content; what is empty is left out
+        ("comparison", "Comparison", _comparison(rows)),
+        ("curves", "Loss curves", _charts("curves", losses)),
+        ("routers", "Router balance", _charts("routers", routers) if routers else Markup()),
+        ("evaluation", "Perplexity and zero-shot", evaluations.as_html(evaluated, given)),
+        ("paper", "Comparison with the paper", _paper(rows)),
+        ("analyses", "Analyses", _analyses(groups)),
+        ("configs", "Configs and commands", join(*(_config(group) for group in groups))),
     ]
     page = fill(
         "page",
         title=summary.title(groups),
         lead=summary.lead(groups),
         notes=notes(summary.caveats(groups, rows, repeated, [run for run in runs if not run.training])),
-        contents=join(*(tag("li", tag("a", part.title, href=f"#{part.name}")) for part in parts)),
-        sections=join(*(tag("section", tag("h2", part.title, id=part.name), part.body) for part in parts)),
+        contents=join(*(tag("li", tag("a", title, href=f"#{name}")) for name, title, body in parts if body)),
+        sections=join(*(tag("section", tag("h2", title, id=name), body) for name, title, body in parts if body)),
         version=VERSION,
         command=command,
         data=embedded([charts.as_data(chart) for chart in (*losses, *routers)], "charts"),
@@ -99,12 +88,12 @@ def _analyses(groups: Sequence[Group]) -> Markup:
     found: dict[str, Analysis] = {}
     used = []
     for group in groups:
-        there = ((run, read_analysis(run.folder / FOLDER)) for run in group.runs)
-        run, analysis = next(((run, analysis) for run, analysis in there if analysis is not None), (None, None))
-        if run is not None and analysis is not None:
-            name = f"{group.scale} {group.method}" if several else group.method
-            found[name] = analysis
-            used.append(f"{name} (seed {run.seed}, {run.folder.name})")
+        name = f"{group.scale} {group.method}" if several else group.method
+        for run in group.runs:
+            if (analysis := read_analysis(run.folder / FOLDER)) is not None:
+                found[name] = analysis
+                used.append(f"{name} (seed {run.seed}, {run.folder.name})")
+                break
     if not found:
         return tag("p", "No run has been analyzed: run ", code("dualres analyze RUN…"), ", then make this page again.")
     protocols = list(dict.fromkeys(analysis.protocol() for analysis in found.values()))

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dualres.config.loading import load_config
 from dualres.config.paper import KV_ABLATION, SIZE_SWEEP, PrintedLoss
 from dualres.report.comparison import ComparisonRow, count_parameters
-from dualres.report.html import MINUS, Markup, RowGroup, code, signed, two_lines
+from dualres.report.html import MINUS, Markup, code, signed, two_lines
 from dualres.report.html import table as html_table
 from dualres.report.statistics import paired_difference
 from dualres.util.tables import table
@@ -55,7 +55,7 @@ def _beside(name: str, printed: Sequence[PrintedLoss], compared: Sequence[Compar
         rows.append([two_lines(title, code(residual)), *cells])
     header = ["method", *(f"the paper, {scale}" for scale in scales), *(f"here, {heading}" for heading in headings)]
     caption = f"The paper's {name} and ours: validation loss, with the difference to {titles[base]} below it"
-    return html_table(caption, header, [RowGroup("", rows)])
+    return html_table(caption, header, {"": rows})
 
 
 def _printed(loss: str, base: str) -> str:

@@ -1,6 +1,5 @@
 """The command that reproduces a config: the closest shipped scale and residual, and overrides for the rest."""
 
-import dataclasses
 import functools
 import itertools
 import json
@@ -12,7 +11,6 @@ import yaml
 
 from dualres.config.loading import load_config, names
 from dualres.config.schema import Config, ConfigError
-from dualres.residual.registry import explicit
 from dualres.train.launch import launch_command
 
 Settings = Mapping[str, Any]  # dotted key -> value
@@ -35,17 +33,16 @@ class Origin(NamedTuple):
 def origin(config: Config) -> Origin | None:
     """The pair with the fewest overrides, counting those of the model first; None if no pair yields the config."""
     wanted = settings(config)
-    nearest: tuple[int, int, str, str, list[str]] | None = None
+    near = []
     for (scale, residual), shipped in _shipped().items():
         if shipped["residual.method"] == config.residual.method:
             changed = [key for key, value in wanted.items() if key not in shipped or shipped[key] != value]
             changed += [key for key in shipped if key.startswith("residual.") and key not in wanted]
             of_model = sum(key.startswith("model.") for key in changed)
-            near = of_model, len(changed), scale, residual, changed
-            nearest = near if nearest is None else min(near, nearest)
-    if nearest is None:
+            near.append((of_model, len(changed), scale, residual, changed))
+    if not near:
         return None
-    *_, scale, residual, changed = nearest
+    *_, scale, residual, changed = min(near)
     found = Origin(scale, residual, tuple(f"{key}={as_override(wanted.get(key))}" for key in changed))
     try:
         return found if load_config(*found) == config else None
@@ -73,16 +70,11 @@ def settings(config: Config) -> dict[str, Any]:
     return flat(config.to_dict(), "")
 
 
-def with_defaults(config: Config) -> Config:
-    """The config with every residual option filled in, so that a default compares equal to its explicit value."""
-    return dataclasses.replace(config, residual=explicit(config.residual, 2 * config.model.layers))
-
-
-def differing(several: Sequence[Settings]) -> list[str]:
-    """What distinguishes each from the others, such as 'tokens=1000, clip=2.0'; empty if all are equal."""
+def differing(own: Settings, several: Sequence[Settings]) -> str:
+    """What distinguishes one of several, such as 'tokens=1000, clip=2.0'; empty if all are equal."""
     keys = dict.fromkeys(key for given in several for key in given)
     varying = [key for key in keys if len({repr(given.get(key)) for given in several}) > 1]
-    return [", ".join(f"{key.split('.', 1)[-1]}={as_override(given.get(key))}" for key in varying) for given in several]
+    return ", ".join(f"{key.split('.', 1)[-1]}={as_override(own.get(key))}" for key in varying)
 
 
 def as_yaml(config: Config) -> str:

@@ -48,7 +48,13 @@ def read_run(folder: Path) -> Run:
     tokens = {_number(folder, row, "step"): int(_number(folder, row, "tokens")) for row in rows if "loss" in row}
 
     def curve(key: str) -> Curve:
-        return tuple((_tokens_at(folder, row, tokens), _number(folder, row, key)) for row in rows if key in row)
+        points = []
+        for row in (row for row in rows if key in row):
+            step = _number(folder, row, "step")
+            if step not in tokens:
+                raise _damaged(folder, f"step {step:g} has no training loss")
+            points.append((tokens[step], _number(folder, row, key)))
+        return tuple(points)
 
     return Run(
         folder,
@@ -85,13 +91,6 @@ def _summary(folder: Path) -> dict[str, Any]:
     if not isinstance(summary.get("validation_loss"), int | float):
         raise TrainError(f"{folder / SUMMARY} has no validation_loss: delete it and run the training command again")
     return {"tokens_per_second": None, "peak_memory": None, **summary}
-
-
-def _tokens_at(folder: Path, row: Any, tokens: dict[float, int]) -> int:
-    step = _number(folder, row, "step")
-    if step not in tokens:
-        raise _damaged(folder, f"step {step:g} has no training loss")
-    return tokens[step]
 
 
 def _number(folder: Path, row: Any, key: str) -> float:

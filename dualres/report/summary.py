@@ -1,13 +1,17 @@
 """What the page says about the runs: what was compared, on what hardware, what is missing."""
 
+import functools
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
+from dualres.config.validation import choices
 from dualres.report.comparison import ComparisonRow
 from dualres.report.groups import BASE, Group
 from dualres.report.runs import Run
+from dualres.util.progress import plural
 
 DEVICES = {"cpu": "a CPU", "cuda": "a GPU"}
+listed = functools.partial(choices, conjunction="and")
 
 
 def title(groups: Sequence[Group]) -> str:
@@ -43,12 +47,6 @@ def caveats(
     return notes
 
 
-def listed(texts: Iterable[object]) -> str:
-    """'a, b and c'"""
-    *others, last = map(str, texts)
-    return f"{', '.join(others)} and {last}" if others else last
-
-
 def _at(scale: str, groups: Sequence[Group]) -> str:
     there = [group for group in groups if group.scale == scale]
     tokens = listed(f"{count:,}" for count in sorted({group.config.train.tokens for group in there}))
@@ -72,11 +70,7 @@ def _machines(runs: Sequence[Run]) -> str:
     texts = []
     for (device, processes, threads), count in kinds.items():
         parts = [DEVICES.get(device, device), *([f"{processes:,} processes"] if processes > 1 else [])]
-        parts += [_plural(threads, "thread")] if threads and device == "cpu" else []
-        texts.append(f"{_plural(count, 'run')} on {', '.join(parts)}")
+        parts += [plural(threads, "thread")] if threads and device == "cpu" else []
+        texts.append(f"{plural(count, 'run')} on {', '.join(parts)}")
     gpu = "" if any(device == "cuda" for device, _, _ in kinds) else " No run used a GPU."
     return f"Measured: {listed(texts)}.{gpu}"
-
-
-def _plural(count: int, word: str) -> str:
-    return f"{count:,} {word}{'' if count == 1 else 's'}"

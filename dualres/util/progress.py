@@ -67,3 +67,8 @@ def short(number: float) -> str:
         if abs(number) >= size:
             return f"{number / size:.3g}{letter}"
     return f"{number:.3g}"
+
+
+def plural(number: int, one: str, ending: str = "s") -> str:
+    """3 runs, 1 run"""
+    return f"{number:,} {one}" if number == 1 else f"{number:,} {one}{ending}"

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from dualres.config import Config, ConfigError, ModelConfig, MoEConfig, ResidualConfig, load_config
-from dualres.config.loading import names
+from dualres.config.loading import load_config, names
+from dualres.config.schema import Config, ConfigError, ModelConfig, MoEConfig, ResidualConfig
 from dualres.model.decoder import build_decoder
 from dualres.residual import registry
 
@@ -234,7 +234,7 @@ def test_a_file_that_is_its_own_base(tmp_path: Path):
 
 
 def test_python_users_get_the_same_messages():
-    with pytest.raises(ConfigError, match="kv_heads 1, 2, 5 or 10"):
+    with pytest.raises(ConfigError, match=r"model.kv_heads=4 does not divide model.heads=10: use 1, 2, 5 or 10"):
         ModelConfig(layers=2, width=640, heads=10, kv_heads=4, ffn_width=8)
     with pytest.raises(ConfigError, match="at most 4"):
         MoEConfig(experts=4, active=8, expert_width=8)

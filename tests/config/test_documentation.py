@@ -11,7 +11,8 @@ import torch
 
 from docs import configuration_page
 from dualres.cli import main
-from dualres.config import Config, ConfigError, MoEConfig, ParallelConfig, ResidualConfig, RopeScaling, load_config
+from dualres.config.loading import load_config
+from dualres.config.schema import Config, ConfigError, MoEConfig, ParallelConfig, ResidualConfig, RopeScaling
 from dualres.model.decoder import build_decoder
 from dualres.residual import registry
 from tests.small import next_token_loss, random_tokens

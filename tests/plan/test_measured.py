@@ -83,5 +83,6 @@ def test_deep_models_follow_from_their_first_blocks(residual: str, layers: int):
     short, whole = passes_of(config, share, "fsdp2"), count_passes(config, share, "fsdp2")
     assert len(whole.blocks) > COUNTED + 1
     assert short._replace(end=whole.end) == whole
+    assert (short.end.loss, short.end.work) == (whole.end.loss, whole.end.work)
     states = len(whole.blocks) + 1
     assert abs(whole.end.kept - short.end.kept) <= states * whole.streams * whole.shared

@@ -20,11 +20,10 @@ from dualres.model.decoder import build_decoder
 from dualres.model.loss import Objective
 from dualres.ops import dispatch
 from dualres.parallel.mesh import Mesh
-from dualres.plan.activations import CASTING, Passes, count_passes
+from dualres.plan.activations import CASTING, Memory, Passes, count_passes
 from dualres.plan.estimate import estimate
 from dualres.plan.hardware import Hardware
 from dualres.plan.local_model import Share
-from dualres.plan.memory import Memory
 from dualres.plan.stages import pipeline_ranks
 from dualres.train.process_group import World
 from tests.plan.engine_memory import sequences, step_memory
@@ -132,7 +131,7 @@ def test_counted_bytes_are_what_the_allocator_gave(residual: str, feedforward: s
     counted = count_passes(config, Share(), "single")
     blocks = 0 if recompute == "none" else len(counted.blocks)
     generators = blocks * torch.get_rng_state().nbytes  # a recomputed block keeps the random state
-    assert 0 <= allocated(forward).left - (kept_bytes(config, counted) + counted.loss + generators) < SCALARS
+    assert 0 <= allocated(forward).left - (kept_bytes(config, counted) + counted.end.loss + generators) < SCALARS
 
 
 def planned(config: Config, engine: str, ranks: int) -> Memory:

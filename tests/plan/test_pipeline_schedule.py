@@ -4,17 +4,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from torch.distributed.pipelining.schedules import (
-    FORWARD,
-    RESHARD,
-    UNSHARD,
-    ScheduleInterleaved1F1B,
-    _add_unshard_reshard,
-)
+from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B
 
 from dualres.parallel.mesh import Mesh
 from dualres.parallel.pipeline import micro_batches
-from dualres.plan.pipeline_schedule import Action, ChunkBytes, actions, gathers, in_flight
+from dualres.plan.pipeline_schedule import ChunkBytes, actions, gathers, in_flight
 
 INTERLEAVED = [(2, 2, 4), (2, 3, 6), (4, 2, 8), (4, 4, 4), (3, 2, 7), (2, 4, 2)]
 
@@ -31,11 +25,7 @@ def torchs(ranks: int, virtual: int, count: int, rank: int) -> list[Any]:
 def test_the_interleaved_schedule(ranks: int, virtual: int, count: int):
     mesh = Mesh(pipeline=ranks, virtual=virtual)
     for rank in range(ranks):
-        wanted = [
-            Action("forward" if a.computation_type == FORWARD else "backward", a.stage_index, a.microbatch_index)
-            for a in torchs(ranks, virtual, count, rank)
-            if a is not None
-        ]
+        wanted = [action._replace(microbatch_index=None) for action in torchs(ranks, virtual, count, rank) if action]
         assert list(actions(mesh, count, rank)) == wanted
 
 
@@ -48,27 +38,23 @@ def test_1f1b_has_as_many_on_their_way_as_ranks_follow(ranks: int, count: int):
         assert flight.kept[rank] == min(count, ranks - rank)
 
 
-@pytest.mark.parametrize(("ranks", "virtual", "count"), INTERLEAVED)
-def test_gathers_of_a_rank_with_several_chunks(ranks: int, virtual: int, count: int):
-    """Played through with PyTorch's list of when a stage's weights are fetched and given back."""
+GATHERS = [  # (blocks, root) of each of a rank's chunks; most are alike on all ranks
+    ((2, 1, 3), [(4, 1)]),
+    ((4, 1, 6), [(7, 1)]),
+    ((2, 2, 4), [(5, 1), (5, 1)]),
+    ((4, 2, 8), [(9, 1), (9, 1)]),
+    ((3, 2, 7), [(9, 1), (7, 1)]),
+    ((4, 4, 4), [(5, 2), (5, 1), (5, 1), (5, 1)]),  # more chunks than PyTorch holds gathered
+    ((2, 4, 2), [(3, 2), (3, 1), (3, 1), (3, 1)]),
+]
+
+
+@pytest.mark.parametrize(("schedule", "wanted"), GATHERS)
+def test_gathers(schedule: tuple[int, int, int], wanted: list[tuple[int, int]]):
+    ranks, virtual, count = schedule
     mesh = Mesh(pipeline=ranks, virtual=virtual)
     for rank in range(ranks):
-        order = actions(mesh, count, rank)
-        for chunk in range(rank, ranks * virtual, ranks):
-            blocks = root = 0
-            whole = whole_root = False
-            for action in _add_unshard_reshard(torchs(ranks, virtual, count, rank)):
-                if action.stage_index != chunk:
-                    continue
-                if action.computation_type == RESHARD:
-                    whole = whole_root = False
-                    continue
-                blocks, root = blocks + (not whole), root + (not whole_root)
-                whole_root = True
-                whole = action.computation_type != FORWARD
-                if action.computation_type == UNSHARD:
-                    whole = True
-            assert gathers(order, chunk) == (blocks, root)
+        assert [gathers(mesh, count, chunk) for chunk in range(rank, ranks * virtual, ranks)] == wanted
 
 
 def test_a_batch_that_does_not_divide_is_filled_up():

@@ -92,12 +92,15 @@ def test_values_as_overrides_have_them(value: object, text: str):
 
 
 def test_what_tells_settings_apart():
-    assert differing([{"train.tokens": 1, "model.layers": 2}, {"train.tokens": 3, "model.layers": 2}]) == [
+    def each(*several: dict[str, object]) -> list[str]:
+        return [differing(own, several) for own in several]
+
+    assert each({"train.tokens": 1, "model.layers": 2}, {"train.tokens": 3, "model.layers": 2}) == [
         *("tokens=1", "tokens=3")
     ]
-    assert differing([{"a": 1}]) == [""]
-    assert differing([{"a": 1}, {"a": 1.0}]) == ["a=1", "a=1.0"]
-    assert differing([{"model.moe": None}, {"model.moe.experts": 8}]) == ["moe.experts=null", "moe.experts=8"]
+    assert each({"a": 1}) == [""]
+    assert each({"a": 1}, {"a": 1.0}) == ["a=1", "a=1.0"]
+    assert each({"model.moe": None}, {"model.moe.experts": 8}) == ["moe.experts=null", "moe.experts=8"]
 
 
 def test_the_yaml_is_the_whole_config():
