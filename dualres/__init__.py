@@ -9,13 +9,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dualres.config import Config as Config
-    from dualres.config import ConfigError as ConfigError
-    from dualres.config import ModelConfig as ModelConfig
-    from dualres.config import MoEConfig as MoEConfig
-    from dualres.config import ResidualConfig as ResidualConfig
-    from dualres.config import TrainConfig as TrainConfig
-    from dualres.config import load_config as load_config
+    from dualres.config.loading import load_config as load_config
+    from dualres.config.schema import Config as Config
+    from dualres.config.schema import ConfigError as ConfigError
+    from dualres.config.schema import ModelConfig as ModelConfig
+    from dualres.config.schema import MoEConfig as MoEConfig
+    from dualres.config.schema import ResidualConfig as ResidualConfig
+    from dualres.config.schema import TrainConfig as TrainConfig
     from dualres.model.attention import KVCache as KVCache
     from dualres.model.attention import RouterReport as RouterReport
     from dualres.model.block import ResidualBlock as ResidualBlock
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 __version__: str
 
 _MODULES = {
-    "config": ("Config", "ConfigError", "MoEConfig", "ModelConfig", "ResidualConfig", "TrainConfig", "load_config"),
+    "config.loading": ("load_config",),
+    "config.schema": ("Config", "ConfigError", "MoEConfig", "ModelConfig", "ResidualConfig", "TrainConfig"),
     "model.block": ("ResidualBlock", "ResidualStack", "compile_blocks", "recompute_blocks", "residual_stack"),
     "model.attention": ("KVCache", "RouterReport"),
     "model.decoder": ("Decoder", "build_decoder"),

@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from dualres.config import ConfigError
+from dualres.config.schema import ConfigError
 from dualres.config.validation import did_you_mean
 from dualres.util import optional_dependencies
 from dualres.util.errors import DataError, ModelError, TrainError

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dualres.commands import arguments
-from dualres.config import ConfigError
+from dualres.config.schema import ConfigError
 from dualres.util.errors import DataError, ModelError
 from dualres.util.progress import Progress
 from dualres.util.tables import table

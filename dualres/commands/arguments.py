@@ -5,8 +5,8 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from dualres.config import ConfigError
 from dualres.config.loading import names
+from dualres.config.schema import ConfigError
 
 KNOWN = f"scales:     {', '.join(names('scale'))}\nresiduals:  {', '.join(names('residual'))}\n"
 OVERRIDES = """

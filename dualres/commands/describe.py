@@ -8,7 +8,7 @@ import argparse
 import json
 
 from dualres.commands import arguments
-from dualres.config import load_config
+from dualres.config.loading import load_config
 
 EPILOG = f"{arguments.KNOWN}{arguments.OVERRIDES}\nexample:\n  dualres describe 1b dar-block"
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dualres.commands import arguments
-from dualres.config import ConfigError
+from dualres.config.schema import ConfigError
 from dualres.evaluate.tasks import HUB, OLMO, TASKS, parse_tasks, task_documents
 from dualres.util.atomic_files import locked, write_text
 from dualres.util.errors import DataError, ModelError

@@ -8,7 +8,7 @@ import itertools
 from pathlib import Path
 
 from dualres.commands import arguments
-from dualres.config import ConfigError
+from dualres.config.schema import ConfigError
 
 EPILOG = 'example:\n  dualres generate runs/nano-dar-block "def main(" --temperature 0.8'
 

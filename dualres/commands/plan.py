@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from dualres.commands import arguments
-from dualres.config import Config, ConfigError, load_config
-from dualres.config.loading import parse_overrides
+from dualres.config.loading import load_config, parse_overrides
+from dualres.config.schema import Config, ConfigError
 from dualres.plan.hardware import GIB, Hardware
 from dualres.train.launch import launch_command
 from dualres.util.progress import Progress, Show

@@ -10,7 +10,7 @@ import argparse
 import shlex
 from pathlib import Path
 
-from dualres.config import ConfigError
+from dualres.config.schema import ConfigError
 from dualres.util.atomic_files import write_text
 
 DEFAULT_OUT = Path("report.html")

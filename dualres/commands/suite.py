@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from dualres.commands import arguments
 from dualres.commands.train import DEFAULT_DATA, ensure_default_data
-from dualres.config import ConfigError, load_config
-from dualres.config.loading import names, short_name
+from dualres.config.loading import load_config, names, short_name
 from dualres.config.paper import PRESETS
+from dualres.config.schema import ConfigError
 from dualres.util.atomic_files import write_json, write_text
 from dualres.util.progress import Progress
 from dualres.util.tables import table

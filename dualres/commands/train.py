@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from dualres.commands import arguments
 from dualres.commands.prepare import prepare_with_progress
-from dualres.config import Config, ConfigError, load_config
-from dualres.config.loading import load_recipe, load_residual, short_name
+from dualres.config.loading import load_config, load_recipe, load_residual, short_name
+from dualres.config.schema import Config, ConfigError
 from dualres.data.prepare import Settings
 from dualres.data.shards import INDEX
 from dualres.data.source import PYTHON

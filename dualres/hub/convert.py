@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from dualres.config import ConfigError, ModelConfig, ResidualConfig
 from dualres.config.loading import load_residual
+from dualres.config.schema import ConfigError, ModelConfig, ResidualConfig
 from dualres.hub import llama, model_card, model_folder, register, safetensors_files
 from dualres.hub.open_model import open_model
 from dualres.model.decoder import Decoder, build_decoder, part_generator, reset_part

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from dualres.config import Config
+from dualres.config.schema import Config
 from dualres.config.validation import build
 from dualres.data.shards import TOKENIZER
 from dualres.data.tokenizer import load as load_json_tokenizer

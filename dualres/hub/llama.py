@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dualres.config import ModelConfig, RopeScaling
+from dualres.config.schema import ModelConfig, RopeScaling
 from dualres.model.decoder import Decoder
 from dualres.util.errors import ModelError
 

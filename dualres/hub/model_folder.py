@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from safetensors import SafetensorError
 
-from dualres.config import ConfigError, ModelConfig, ResidualConfig
+from dualres.config.schema import ConfigError, ModelConfig, ResidualConfig
 from dualres.config.validation import convert
 from dualres.data.shards import TOKENIZER
 from dualres.hub import safetensors_files

@@ -13,7 +13,7 @@ import tokenizers
 import torch
 from torch import Tensor
 
-from dualres.config import ConfigError
+from dualres.config.schema import ConfigError
 from dualres.data import shards
 from dualres.data import tokenizer as our_tokenizers
 from dualres.data.tokenizer import Tokenizer, same_tokens

@@ -6,7 +6,7 @@ from megatron.core.optimizer import ParamKey
 from megatron.core.utils import init_method_normal
 from torch.nn.functional import silu
 
-from dualres.config import ConfigError, ModelConfig
+from dualres.config.schema import ConfigError, ModelConfig
 from dualres.hub.megatron.layer import UNDECAYED
 
 

@@ -13,7 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
-from dualres.config import ConfigError, ResidualConfig
+from dualres.config.schema import ConfigError, ResidualConfig
 from dualres.hub.megatron.layer import ResidualLayer, Step, output_alone
 from dualres.residual import registry
 
