@@ -114,8 +114,9 @@ def _type(hint: Any) -> str:
 
 
 def _bounds(bounds: Bounds) -> str:
-    low = f"> {bounds.above:g}" if bounds.above > -math.inf else f"≥ {bounds.least:g}"
-    return low if bounds.most > 10_000 else f"{low}, ≤ {bounds.most:,}"
+    exclusive = bounds.exclusive_minimum > -math.inf
+    low = f"> {bounds.exclusive_minimum:g}" if exclusive else f"≥ {bounds.minimum:g}"
+    return low if bounds.maximum > 10_000 else f"{low}, ≤ {bounds.maximum:,}"
 
 
 def _text(value: Any) -> str:

@@ -1,8 +1,8 @@
 """dualres: the residual pathway of a Transformer as a replaceable part.
 
-The names below are imported when they are first used, so that `import dualres` is quick; it sets no environment
-variable, installs no import hook and changes no warning filter. `import dualres.hub` makes the Auto classes of
-`transformers` know dualres models.
+The names below are imported on first use, so that `import dualres` is fast; it sets no environment variable, installs
+no import hook and changes no warning filter. `import dualres.hub` registers dualres models with the Auto classes of
+`transformers`.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""Runs the paper's stream analyses on given sequences, and stores what they found.
+"""Runs the paper's stream analyses on sequences of tokens, and stores the results.
 
 A folder holds analysis.json, for people and the report, and analysis.npz, for computations.
 """
@@ -60,7 +60,7 @@ class Protocol(NamedTuple):
 
 
 class Analysis(NamedTuple):
-    """What was found in one model. Arrays that do not apply are absent, such as CKA of a single stream."""
+    """Results for one model. Arrays that do not apply are absent, such as CKA of a single stream."""
 
     about: dict[str, Any]  # the model and the protocol
     summary: dict[str, float]
@@ -90,11 +90,11 @@ def analyze(
             hidden = decoder.hidden(row[None])
         if not hidden.isfinite().all():
             raise FloatingPointError(f"the model's states are not finite in sequence {number + 1}")
-    found = norms.arrays() | depth.arrays() | router.arrays() | gates.arrays()
+    arrays = norms.arrays() | depth.arrays() | router.arrays() | gates.arrays()
     if streams > 1:
-        found["cka"] = cross_stream_cka(states.states(), show)
-        found |= kl_rescue(decoder, rows[:few], last, show)
-    described = {
+        arrays["cka"] = cross_stream_cka(states.states(), show)
+        arrays |= kl_rescue(decoder, rows[:few], last, show)
+    about = {
         **about,
         "layers": decoder.config.layers,
         "width": decoder.config.width,
@@ -105,21 +105,21 @@ def analyze(
         "last_tokens": last,
         "retrieval_sequences": many,
     }
-    found = {name: values.double().cpu() for name, values in found.items()}
-    return Analysis(described, _summary(found), {name: values.numpy() for name, values in found.items()})
+    arrays = {name: values.double().cpu() for name, values in arrays.items()}
+    return Analysis(about, _summary(arrays), {name: values.numpy() for name, values in arrays.items()})
 
 
-def _summary(found: dict[str, Tensor]) -> dict[str, float]:
-    plain = {"mean_divergence": "divergence", "mean_auxiliary": "auxiliary", "mean_rescue_gap": "rescue_gaps"}
-    summary = {name: float(found[array].mean()) for name, array in plain.items() if array in found}
-    if "cka" in found and len(found["cka"]) == 2:
-        cross = found["cka"][0, 1]
+def _summary(arrays: dict[str, Tensor]) -> dict[str, float]:
+    means = {"mean_divergence": "divergence", "mean_auxiliary": "auxiliary", "mean_rescue_gap": "rescue_gaps"}
+    summary = {name: float(arrays[array].mean()) for name, array in means.items() if array in arrays}
+    if "cka" in arrays and len(arrays["cka"]) == 2:
+        cross = arrays["cka"][0, 1]
         summary["mean_cka"] = float(cross.mean())
         summary["mean_cka_same_layer"] = float(cross.diagonal().mean())
-    if "write_gaps" in found:
-        summary["mean_absolute_write_gap"] = float(found["write_gaps"].abs().mean())
-    if "write_gaps" in found and "rescue_gaps" in found:
-        slope, intercept, correlation = association(found["write_gaps"], found["rescue_gaps"])
+    if "write_gaps" in arrays:
+        summary["mean_absolute_write_gap"] = float(arrays["write_gaps"].abs().mean())
+    if "write_gaps" in arrays and "rescue_gaps" in arrays:
+        slope, intercept, correlation = association(arrays["write_gaps"], arrays["rescue_gaps"])
         summary |= {"gap_slope": slope, "gap_intercept": intercept, "gap_correlation": correlation}
     return summary
 
@@ -127,24 +127,24 @@ def _summary(found: dict[str, Tensor]) -> dict[str, float]:
 def write_analysis(folder: Path, analysis: Analysis) -> None:
     """Write both files, each atomically."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / JSON).unlink(missing_ok=True)  # an old one must not accompany new arrays
+    (folder / JSON).unlink(missing_ok=True)  # an old one must not remain next to new arrays
     packed = io.BytesIO()
     np.savez_compressed(packed, **analysis.arrays)  # type: ignore[arg-type]
     write_bytes(folder / NPZ, packed.getvalue())
     arrays = {name: values.tolist() for name, values in analysis.arrays.items()}
     legend = {name: ARRAYS[name] for name in arrays}
-    found = {"about": analysis.about, "summary": analysis.summary, "legend": legend, "arrays": arrays}
-    write_json(folder / JSON, nonfinite_to_null(found))
+    data = {"about": analysis.about, "summary": analysis.summary, "legend": legend, "arrays": arrays}
+    write_json(folder / JSON, nonfinite_to_null(data))
 
 
 def read_analysis(folder: Path) -> Analysis | None:
-    """What `write_analysis` wrote, None if there is none."""
+    """The analysis that `write_analysis` stored in the folder, or None."""
     path = folder / JSON
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        arrays = {name: np.array(values, np.float64) for name, values in found["arrays"].items()}  # null becomes NaN
-        summary = {name: math.nan if value is None else value for name, value in found["summary"].items()}
-        return Analysis(dict(found["about"]), summary, arrays)
+        data = json.loads(path.read_text(encoding="utf-8"))
+        arrays = {name: np.array(values, np.float64) for name, values in data["arrays"].items()}  # null becomes NaN
+        summary = {name: math.nan if value is None else value for name, value in data["summary"].items()}
+        return Analysis(dict(data["about"]), summary, arrays)
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError, AttributeError) as error:

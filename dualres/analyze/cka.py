@@ -19,18 +19,18 @@ class StreamStates(Watcher):
 
     def __init__(self, last: int):
         self.last = last
-        self.seen: dict[int, list[Tensor]] = {}  # by layer, one per forward pass (J,B·last,D)
+        self.by_layer: dict[int, list[Tensor]] = {}  # one tensor per forward pass (J,B·last,D)
 
-    def written(self, site: Site, pathway: Pathway, state: Any) -> None:
+    def on_write(self, site: Site, pathway: Pathway, state: Any) -> None:
         if site.ends_layer:
             streams = pathway.streams(state)
             assert streams is not None
-            kept = streams.detach()[:, :, -self.last :].flatten(1, 2)
-            self.seen.setdefault(site.layer, []).append(kept.clone())
+            tail = streams.detach()[:, :, -self.last :].flatten(1, 2)
+            self.by_layer.setdefault(site.layer, []).append(tail.clone())
 
     def states(self) -> list[Tensor]:
         """L × (J,N,D), the tokens of all forward passes concatenated."""
-        return [torch.cat(parts, 1) for _, parts in sorted(self.seen.items())]
+        return [torch.cat(parts, 1) for _, parts in sorted(self.by_layer.items())]
 
 
 def cross_stream_cka(states: list[Tensor], show: Show = silent) -> Tensor:
@@ -44,12 +44,13 @@ def cross_stream_cka(states: list[Tensor], show: Show = silent) -> Tensor:
         for layer, state in enumerate(states):
             show(f"CKA  stream {j}, layer {layer + 1}/{layers}")
             kernels.append(_Kernel(state[j]))
-    found = torch.empty(len(kernels), len(kernels), dtype=torch.float64)
+    similarities = torch.empty(len(kernels), len(kernels), dtype=torch.float64)
     for a, one in enumerate(kernels):
         show(f"CKA  {a + 1}/{len(kernels)} states compared")
         for b in range(a, len(kernels)):
-            found[a, b] = found[b, a] = one.similarity(kernels[b]) / (one.norm * kernels[b].norm)
-    return found.view(streams, layers, streams, layers).transpose(1, 2).contiguous()
+            cka = one.similarity(kernels[b]) / (one.norm * kernels[b].norm)
+            similarities[a, b] = similarities[b, a] = cka
+    return similarities.view(streams, layers, streams, layers).transpose(1, 2).contiguous()
 
 
 def same_layer_cka(states: list[Tensor]) -> Tensor:

@@ -15,13 +15,13 @@ class RouterChoices(Watcher):
     """Accumulates the choices of every router."""
 
     def __init__(self) -> None:
-        self.share = TokenMeans()  # by layer: f_e, of a token's assignments (E,)
+        self.share = TokenMeans()  # by layer: f_e, share of the assignments (E,)
         self.probability = TokenMeans()  # by layer: P_e (E,)
 
     @torch.no_grad()
-    def routed(self, moe: MoE, given: tuple[Any, ...]) -> None:
+    def on_route(self, moe: MoE, arguments: tuple[Any, ...]) -> None:
         """Route the layer's input as the layer is about to."""
-        logits = router_logits(given[0].flatten(0, -2), moe.router.weight)  # (N,E)
+        logits = router_logits(arguments[0].flatten(0, -2), moe.router.weight)  # (N,E)
         assigned = one_hot(logits.topk(moe.active, -1).indices, moe.experts).sum(1)  # (N,E)
         self.share.add(moe.layer, assigned.T / moe.active)
         self.probability.add(moe.layer, logits.softmax(-1).T)

@@ -28,12 +28,10 @@ STYLE: Any = {
     "savefig.facecolor": "white",
     "svg.hashsalt": "dualres",  # equal figures have equal bytes
 }
-MAX_WIDTH = 14.0  # inches of a figure with several models; then panels wrap
+MAX_WIDTH = 14.0  # inches of a figure with several models; beyond it panels wrap
 
 
 class FigureKind(NamedTuple):
-    """One kind of figure."""
-
     name: str  # file name
     title: str
     text: str  # what it shows, and what the paper reports
@@ -46,7 +44,7 @@ class Panel(NamedTuple):
     """The figure of one model."""
 
     method: str
-    svg: str  # a document of its own, on a white background
+    svg: str  # a complete document with a white background
 
 
 class Section(NamedTuple):
@@ -123,11 +121,11 @@ KINDS = (
 def sections(analyses: Mapping[str, Analysis]) -> list[Section]:
     """The figures of every model for a page; `analyses` by model name."""
     limits = panels.limits(analyses.values())
-    found = []
-    for kind, having in _drawable(analyses):
-        drawn = (Panel(name, _render(_alone(kind, a, limits), "svg").decode()) for name, a in having.items())
-        found.append(Section(kind.name, kind.title, kind.text, tuple(drawn)))
-    return found
+    result = []
+    for kind, analyzed in _drawable(analyses):
+        drawings = (Panel(name, _render(_alone(kind, a, limits), "svg").decode()) for name, a in analyzed.items())
+        result.append(Section(kind.name, kind.title, kind.text, tuple(drawings)))
+    return result
 
 
 def draw_one(analysis: Analysis, folder: Path) -> None:
@@ -145,15 +143,15 @@ def is_drawn(analysis: Analysis, folder: Path) -> bool:
 def draw_together(analyses: Mapping[str, Analysis], folder: Path) -> None:
     """Write one figure of each kind with all models side by side to `folder`."""
     limits = panels.limits(analyses.values())
-    for kind, having in _drawable(analyses):
-        _write(_together(kind, having, limits), folder / kind.name)
+    for kind, analyzed in _drawable(analyses):
+        _write(_together(kind, analyzed, limits), folder / kind.name)
 
 
 def _drawable(analyses: Mapping[str, Analysis]) -> Iterator[tuple[FigureKind, dict[str, Analysis]]]:
     """Every kind of figure with the analyses that have its array, if there are any."""
     for kind in KINDS:
-        if having := {name: analysis for name, analysis in analyses.items() if kind.needs in analysis.arrays}:
-            yield kind, having
+        if analyzed := {name: analysis for name, analysis in analyses.items() if kind.needs in analysis.arrays}:
+            yield kind, analyzed
 
 
 def _alone(kind: FigureKind, analysis: Analysis, limits: Limits) -> Figure:
@@ -194,7 +192,7 @@ def _write(figure: Figure, stem: Path) -> None:
 
 
 def _render(figure: Figure, format: str) -> bytes:
-    drawn = io.BytesIO()
+    image = io.BytesIO()
     with matplotlib.rc_context(STYLE):
-        figure.savefig(drawn, format=format, dpi=200, metadata={"Date": None} if format == "svg" else {})
-    return drawn.getvalue()
+        figure.savefig(image, format=format, dpi=200, metadata={"Date": None} if format == "svg" else {})
+    return image.getvalue()

@@ -16,13 +16,13 @@ class WriteGates(Watcher):
         self.last = last or 0  # 0: all
         self.gates = TokenMeans()  # by branch (J,)
 
-    def read(self, site: Site, pathway: Pathway, before: Any, after: Any) -> None:
+    def on_read(self, site: Site, pathway: Pathway, before: Any, after: Any) -> None:
         weights = pathway.write_weights(after)
         if weights is not None:
             self.gates.add(site.branch, weights[..., -self.last :].flatten(1))
 
     def arrays(self) -> dict[str, Tensor]:
-        """The means (2L,J) and, of two streams, the gaps g_n = E[β_n¹ − β_n⁰] of the MLP of each layer n (L,)."""
+        """The means (2L,J) and, for two streams, the gaps g_n = E[β_n¹ − β_n⁰] of the MLP of each layer n (L,)."""
         if not self.gates:
             return {}
         means = self.gates.stacked()
@@ -31,7 +31,7 @@ class WriteGates(Watcher):
 
 
 def association(write: Tensor, rescue: Tensor) -> tuple[float, float, float]:
-    """Of write gaps g with rescue gaps d over layers. (L,), (L,) -> slope, intercept, correlation
+    """How rescue gaps d depend on write gaps g over layers. (L,), (L,) -> slope, intercept, correlation
 
     d ≈ slope · g + intercept by least squares, and Pearson's r; NaN if g or d does not vary.
     """

@@ -1,4 +1,4 @@
-"""RMS of the streams by depth, where a collapsing or exploding stream shows first."""
+"""RMS of the streams by depth, where a collapsing or exploding stream shows up first."""
 # B batch  T tokens  D width  J streams  L layers  N blocks
 
 from typing import Any
@@ -17,21 +17,21 @@ class Norms(Watcher):
         self.streams = TokenMeans()  # by layer (J,)
         self.history = TokenMeans()  # by state (J,)
 
-    def opened(self, block: int, history: History) -> None:
+    def on_block_start(self, block: int, history: History) -> None:
         if block == 0:
             self.history.add(0, _rms(history[0]))
 
-    def written(self, site: Site, pathway: Pathway, state: Any) -> None:
+    def on_write(self, site: Site, pathway: Pathway, state: Any) -> None:
         if site.ends_layer:
             streams = pathway.streams(state)
             assert streams is not None
             self.streams.add(site.layer, _rms(streams))
 
-    def closed(self, block: int, state: Tensor) -> None:
+    def on_block_end(self, block: int, state: Tensor) -> None:
         self.history.add(block + 1, _rms(state))
 
     def arrays(self) -> dict[str, Tensor]:
-        """Of the streams (L,J) and of the history (N+1,J)."""
+        """Mean RMS of the streams (L,J) and of the history (N+1,J)."""
         return {"stream_rms": self.streams.stacked(), "history_rms": self.history.stacked()}
 
 

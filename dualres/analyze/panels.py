@@ -18,7 +18,7 @@ from dualres.util.curves import COLORS, STYLES, smooth
 
 Size = tuple[float, float]  # inches
 SHARES, SIGNED = "viridis", "PuOr"  # color maps safe for color blindness; the first also in grayscale
-NUMBERED = 24  # most rows of a heat map whose cells show their values
+MAX_NUMBERED = 24  # largest side of a heat map whose cells show their values
 CELL = 0.24  # inches of a cell with a value
 REFERENCE_LINE: Any = {"color": "0.4", "linestyle": ":", "linewidth": 1.2}
 MARKS = ("o", "s", "^", "D", "v", "P", "X", "*")
@@ -38,17 +38,17 @@ class Limits(NamedTuple):
 def limits(analyses: Iterable[Analysis]) -> Limits:
     arrays = [analysis.arrays for analysis in analyses]
 
-    def largest(least: float, *names: str) -> float:
-        found = [float(np.nanmax(np.abs(given[name]))) for given in arrays for name in names if name in given]
-        return max([least, *filter(math.isfinite, found)])
+    def largest(minimum: float, *names: str) -> float:
+        peaks = [float(np.nanmax(np.abs(each[name]))) for each in arrays for name in names if name in each]
+        return max([minimum, *filter(math.isfinite, peaks)])
 
-    gaps = np.concatenate([[-0.1, 0.1], *(given["rescue_gaps"] for given in arrays if "rescue_gaps" in given)])
+    gaps = np.concatenate([[-0.1, 0.1], *(each["rescue_gaps"] for each in arrays if "rescue_gaps" in each)])
     low, high = float(np.nanmin(gaps)), float(np.nanmax(gaps))
-    room = 0.08 * (high - low)
-    shares = [given["expert_load"] for given in arrays if "expert_load" in given]
+    margin = 0.08 * (high - low)
+    shares = [each["expert_load"] for each in arrays if "expert_load" in each]
     return Limits(
         write_gap=1.08 * largest(0.05, "write_gaps"),
-        rescue_gap=(low - room, high + room),
+        rescue_gap=(low - margin, high + margin),
         rms=largest(0.0, "stream_rms", "history_rms"),
         divergence=largest(0.05, "divergence", "divergence_output"),
         load=max([2.0, *(float((share * share.shape[1]).max()) for share in shares)]),
@@ -83,11 +83,11 @@ def rescue_size(analysis: Analysis) -> Size:
 
 def rescue(figure: Figure | SubFigure, analysis: Analysis, limits: Limits) -> None:
     """Rows are layers, columns the kept stream."""
-    found = analysis.arrays["rescue"]
+    gains = analysis.arrays["rescue"]
     axis = figure.subplots()
-    mesh = _heat(axis, found, TwoSlopeNorm(0, -1, 1), SIGNED, numbers=True, first_column=0)
+    mesh = _heat(axis, gains, TwoSlopeNorm(0, -1, 1), SIGNED, numbers=True, first_column=0)
     axis.set(xlabel="kept stream", ylabel="layer")
-    figure.colorbar(mesh, ax=axis, label="rescue gain R", extend="min" if np.nanmin(found) < -1 else "neither")
+    figure.colorbar(mesh, ax=axis, label="rescue gain R", extend="min" if np.nanmin(gains) < -1 else "neither")
 
 
 def gates(figure: Figure | SubFigure, analysis: Analysis, limits: Limits) -> None:
@@ -122,13 +122,13 @@ def retrieval_size(analysis: Analysis) -> Size:
 
 def retrieval(figure: Figure | SubFigure, analysis: Analysis, limits: Limits) -> None:
     """Reads before attention, before the MLP, and of the output, one column per stream."""
-    found, output = analysis.arrays["retrieval"], analysis.arrays["retrieval_output"]
-    branches, outputs, _ = found.shape
+    weights, output = analysis.arrays["retrieval"], analysis.arrays["retrieval_output"]
+    branches, outputs, _ = weights.shape
     rows = min(branches // 2, 12)
     axes: Any = figure.subplots(3, outputs, squeeze=False, height_ratios=[rows, rows, 1.2], sharex=True)
     norm = PowerNorm(0.5, 0, 1)  # weights are small when there are many states
     for j in range(outputs):
-        for axis, values in zip(axes[:, j], (found[0::2, j], found[1::2, j], output[j : j + 1]), strict=True):
+        for axis, values in zip(axes[:, j], (weights[0::2, j], weights[1::2, j], output[j : j + 1]), strict=True):
             mesh = _heat(axis, values, norm, SHARES, numbers=False, first_column=0)
         axes[0, j].set_title(f"stream {j}" if outputs > 1 else "single stream")
         axes[2, j].set_yticks([0.5], ["output"] if j == 0 else [""])
@@ -179,11 +179,10 @@ def experts(figure: Figure | SubFigure, analysis: Analysis, limits: Limits) -> N
 
 
 def _heat(axis: Axes, values: Array, norm: Normalize, cmap: str, numbers: bool, first_column: int = 1) -> QuadMesh:
-    """Rows from the top and counted from 1, NaN blank; `numbers` prints the values in the cells of small maps."""
-    shown = np.ma.masked_invalid(values)
-    mesh = axis.pcolormesh(shown, norm=norm, cmap=cmap, edgecolors="white", linewidth=0.3)
+    """Rows count from 1 at the top, NaN cells are blank; `numbers` prints the values in the cells of small maps."""
+    mesh = axis.pcolormesh(np.ma.masked_invalid(values), norm=norm, cmap=cmap, edgecolors="white", linewidth=0.3)
     axis.invert_yaxis()
-    if numbers and max(values.shape) <= NUMBERED:
+    if numbers and max(values.shape) <= MAX_NUMBERED:
         for (row, column), value in np.ndenumerate(values):
             if math.isfinite(value):
                 text = f"{value:.2f}".replace("0.", ".", 1) if abs(value) < 1 else f"{value:.1f}"
@@ -202,7 +201,7 @@ def _readable(cmap: Colormap, at: float) -> str:
 
 
 def _lines(axis: Axes, curves: Sequence[Array] | Array, labels: Sequence[str], first: int = 1) -> None:
-    """One value of each curve per layer or state, which are counted from `first`."""
+    """Curves with one value per layer or state, counted from `first`."""
     for number, (curve, label) in enumerate(zip(curves, labels, strict=True)):
         axis.plot(
             np.arange(first, first + len(curve)),

@@ -1,4 +1,4 @@
-"""KL rescue: what each stream alone contributes to the prediction, zeroing the others right after a layer's MLP.
+"""KL rescue: what each stream alone contributes to the prediction when the others are zeroed right after a layer's MLP.
 
 R_{n,j} = 1 − KL(p_clean ‖ p_keep-j) / max(KL(p_clean ‖ p_zero-all), 1e-12), each KL the mean over the analyzed tokens.
 """
@@ -23,9 +23,9 @@ ROWS = 32  # tokens whose distributions are in memory at once
 
 @torch.no_grad()
 def kl_rescue(decoder: Decoder, sequences: Tensor, last: int, show: Show = silent) -> dict[str, Tensor]:
-    """Over the last `last` tokens of every sequence (B,T); one sequence in memory at a time.
+    """Rescue over the last `last` tokens of every sequence (B,T), one sequence at a time.
 
-    KL(p_clean ‖ p_keep-j) (L,J), KL(p_clean ‖ p_zero-all) (L,), R (L,J) and, of two streams, R_{n,1} − R_{n,0} (L,).
+    KL(p_clean ‖ p_keep-j) (L,J), KL(p_clean ‖ p_zero-all) (L,), R (L,J) and, for two streams, R_{n,1} − R_{n,0} (L,).
     An intervention starts from the clean history before its block, so it costs only the rest of the network.
     """
     layers, streams = decoder.config.layers, decoder.stack.streams
@@ -56,19 +56,19 @@ def kl_rescue(decoder: Decoder, sequences: Tensor, last: int, show: Show = silen
 
 
 def keep_only(stream: int) -> Change:
-    """Zero all streams but one; all of them if there is no such stream."""
+    """Zero all streams except one; an index past the last stream zeroes all of them."""
 
     def change(streams: Tensor) -> Tensor:
-        kept = torch.zeros_like(streams)
+        changed = torch.zeros_like(streams)
         if stream < len(streams):
-            kept[stream] = streams[stream]
-        return kept
+            changed[stream] = streams[stream]
+        return changed
 
     return change
 
 
 def _logits(decoder: Decoder, blocks: Sequence[ResidualBlock], history: History, context: Context, last: int) -> Tensor:
-    """Logits of the last tokens, after the rest of the network. (N,V)"""
+    """Logits of the last tokens after the remaining blocks. (N,V)"""
     for block in blocks:
         history = after(block, history, context=context)
     hidden = decoder.norm(decoder.stack.readout(*history))
@@ -76,7 +76,7 @@ def _logits(decoder: Decoder, blocks: Sequence[ResidualBlock], history: History,
 
 
 def _kl_sum(clean: Tensor, changed: Tensor) -> float:
-    """Σ_n KL(p_n ‖ q_n) of two rows of logits (N,V), in float64."""
+    """Σ_n KL(p_n ‖ q_n) for two sets of logits (N,V), in float64."""
     total = 0.0
     for p, q in zip(clean.split(ROWS), changed.split(ROWS), strict=True):
         log_p, log_q = p.double().log_softmax(-1), q.double().log_softmax(-1)

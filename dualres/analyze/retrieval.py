@@ -1,6 +1,6 @@
 """Depth retrieval: how much each branch reads from each earlier state, and how much its two streams disagree.
 
-Fused operators never materialize the weights π; the pathway's lens recomputes them for the analyzed tokens.
+Fused operators never materialize the weights π; `Pathway.depth_weights` recomputes them for the analyzed tokens.
 """
 # B batch  T tokens  R candidates  O output streams  N blocks  L layers
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from dualres.analyze.taps import Site, TokenMeans, Watcher
 from dualres.residual.pathway import History, Pathway
 
-OUTPUT = -1  # the readout's key; branches count from 0
+OUTPUT = -1  # key of the readout; branches count from 0
 
 
 class DepthWeights(Watcher):
@@ -24,24 +24,24 @@ class DepthWeights(Watcher):
         self.divergence = TokenMeans()  # by branch ()
         self.history: History = ()  # of the current block
 
-    def opened(self, block: int, history: History) -> None:
+    def on_block_start(self, block: int, history: History) -> None:
         self.history = history
 
-    def read(self, site: Site, pathway: Pathway, before: Any, after: Any) -> None:
+    def on_read(self, site: Site, pathway: Pathway, before: Any, after: Any) -> None:
         self._add(site.branch, pathway.depth_weights(self.history, before, site.i))
 
-    def reads_out(self, readout: Any, history: History) -> None:
+    def on_readout(self, readout: Any, history: History) -> None:
         self._add(OUTPUT, readout.depth_weights(history))
         self.history = ()  # frees the states
 
     def _add(self, branch: int, weights: Tensor | None) -> None:
-        """weights (R,O,B,T), None without depth retrieval"""
+        """weights (R,O,B,T), or None without depth retrieval"""
         if weights is None:
             return
-        seen = weights.detach().flatten(2).transpose(0, 1).double()  # (O,R,B·T)
-        self.weights.add(branch, seen)
-        if len(seen) == 2:
-            self.divergence.add(branch, jensen_shannon(*seen))
+        per_token = weights.detach().flatten(2).transpose(0, 1).double()  # (O,R,B·T)
+        self.weights.add(branch, per_token)
+        if len(per_token) == 2:
+            self.divergence.add(branch, jensen_shannon(*per_token))
 
     def arrays(self) -> dict[str, Tensor]:
         """Mean weights of H_0 … H_N for every branch (2L,O,N+1) and for the output (O,N+1).
@@ -57,11 +57,11 @@ class DepthWeights(Watcher):
         for branch in branches:
             row = self.weights[branch]
             maps[branch, :, : row.shape[1]] = row
-        found = {"retrieval": maps, "retrieval_output": output}
+        arrays = {"retrieval": maps, "retrieval_output": output}
         if self.divergence:
-            found["divergence_output"], *divergences = self.divergence.stacked()
-            found["divergence"] = torch.stack(divergences)
-        return found
+            arrays["divergence_output"], *divergences = self.divergence.stacked()
+            arrays["divergence"] = torch.stack(divergences)
+        return arrays
 
 
 def jensen_shannon(p: Tensor, q: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Taps watch a pathway or replace its live streams; the model itself does not change.
+"""Taps observe a pathway or replace its live streams; the model itself does not change.
 
 with watching(decoder.stack, watcher):                   # outputs stay bit-identical
     decoder(tokens)
@@ -6,9 +6,9 @@ with replacing(block, i, lambda streams: 0 * streams):   # an intervention right
     decoder(tokens)
 
 Taps nest, the last one outermost: a watcher added after an intervention sees the changed streams. They are not part of
-the model: parameter names and `state_dict` stay, and a copy or pickle made meanwhile has none.
+the model: parameter names and `state_dict` are unchanged; copies and pickles made inside the context contain no taps.
 """
-# B batch  T tokens  D width  J streams  N tokens in all
+# B batch  T tokens  D width  J streams  N tokens of a batch
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +22,7 @@ from dualres.model.moe import MoE
 from dualres.ops import Norm
 from dualres.residual.pathway import History, Pathway
 
-Change = Callable[[Tensor], Tensor]  # live streams (J,B,T,D) -> replaced streams, same shape
+Change = Callable[[Tensor], Tensor]  # live streams (J,B,T,D) -> their replacement, same shape
 COMPILED = (
     "a tap cannot see inside compiled code: analyze the model without torch.compile, or run compiled blocks eagerly "
     "inside `with eager(stack): …`"
@@ -47,32 +47,32 @@ class Site(NamedTuple):
 
 
 class Watcher:
-    """Callbacks of a forward pass; a subclass overrides the ones it needs and must not modify anything.
+    """Callbacks during a forward pass; a subclass overrides the ones it needs and must not modify anything.
 
-    Watchers look at states through the pathway's lenses: `streams`, `write_weights`, `depth_weights`.
+    Watchers look at states through the pathway's inspection methods: `streams`, `write_weights`, `depth_weights`.
     """
 
     def arrays(self) -> dict[str, Tensor]:
-        """What was found, by its name in `analysis.ARRAYS`; what does not apply to the model is absent."""
+        """The results by their names in `analysis.ARRAYS`; arrays that do not apply to the model are absent."""
         return {}
 
-    def opened(self, block: int, history: History) -> None:
-        """A block has started from R states (J,B,T,D)."""
+    def on_block_start(self, block: int, history: History) -> None:
+        """A block starts from the states H_0 … (J,B,T,D) of its history."""
 
-    def read(self, site: Site, pathway: Pathway, before: Any, after: Any) -> None:
+    def on_read(self, site: Site, pathway: Pathway, before: Any, after: Any) -> None:
         """A branch has read state `before`; state `after` holds the gates of its write."""
 
-    def written(self, site: Site, pathway: Pathway, state: Any) -> None:
+    def on_write(self, site: Site, pathway: Pathway, state: Any) -> None:
         """A branch has written to the live streams."""
 
-    def closed(self, block: int, state: Tensor) -> None:
+    def on_block_end(self, block: int, state: Tensor) -> None:
         """H_b (J,B,T,D) is complete."""
 
-    def reads_out(self, readout: Any, history: History) -> None:
+    def on_readout(self, readout: Any, history: History) -> None:
         """The readout is about to turn the history into the output."""
 
-    def routed(self, moe: MoE, given: tuple[Any, ...]) -> None:
-        """A mixture of experts is about to run on the given arguments."""
+    def on_route(self, moe: MoE, arguments: tuple[Any, ...]) -> None:
+        """A mixture of experts is about to run on these arguments."""
 
 
 class TokenMeans:
@@ -103,7 +103,7 @@ class TokenMeans:
 
 
 class Tap:
-    """Wraps a pathway, and behaves like it but for what a subclass changes."""
+    """Wraps a pathway and delegates to it except where a subclass overrides."""
 
     def __init__(self, pathway: Any):
         self.pathway = pathway  # or another tap
@@ -118,7 +118,7 @@ class Tap:
 
 
 class Watched(Tap):
-    """Reports every step of a block to its watchers."""
+    """Reports every read and write of a block to the watchers."""
 
     def __init__(self, pathway: Any, watchers: Sequence[Watcher], block: int, first: int):
         super().__init__(pathway)
@@ -127,26 +127,26 @@ class Watched(Tap):
     def open(self, history: History) -> Any:
         state = super().open(history)
         for watcher in self.watchers:
-            watcher.opened(self.block, history)
+            watcher.on_block_start(self.block, history)
         return state
 
     def read(self, state: Any, i: int, norm: Norm | None = None) -> tuple[Tensor, Any]:
         h, after = self.pathway.read(state, i, norm)
         for watcher in self.watchers:
-            watcher.read(self._site(i), self.pathway, state, after)
+            watcher.on_read(self._site(i), self.pathway, state, after)
         return h, after
 
     def write(self, state: Any, i: int, update: Tensor) -> Any:
         state = self.pathway.write(state, i, update)
         for watcher in self.watchers:
-            watcher.written(self._site(i), self.pathway, state)
+            watcher.on_write(self._site(i), self.pathway, state)
         return state
 
     def close(self, state: Any) -> Tensor:
-        closed = self.pathway.close(state)
+        output = self.pathway.close(state)
         for watcher in self.watchers:
-            watcher.closed(self.block, closed)
-        return closed
+            watcher.on_block_end(self.block, output)
+        return output
 
     def _site(self, i: int) -> Site:
         return Site(self.block, i, self.first + i)
@@ -175,14 +175,14 @@ class Replaced(Tap):
 
 
 class Hook:
-    """A forward pre-hook that calls others; in a copy of the module it calls none."""
+    """A forward pre-hook that calls several callbacks; in a copy of the module it calls none."""
 
-    def __init__(self, *calls: Callable[[Any, Any], None]):
-        self.calls = calls
+    def __init__(self, *callbacks: Callable[[Any, Any], None]):
+        self.callbacks = callbacks
 
-    def __call__(self, module: nn.Module, given: Any) -> None:
-        for call in self.calls:
-            call(module, given)
+    def __call__(self, module: nn.Module, arguments: Any) -> None:
+        for callback in self.callbacks:
+            callback(module, arguments)
 
     def __reduce__(self) -> tuple[type["Hook"], tuple[()]]:
         return Hook, ()
@@ -192,10 +192,10 @@ class Hook:
 def watching(stack: ResidualStack, *watchers: Watcher) -> Iterator[None]:
     """Report every forward pass of the stack to the watchers; its outputs stay bit-identical."""
     blocks, taps = list(stack), [block.tap for block in stack]
-    _refuse_compiled(blocks)
-    routed = Hook(*(watcher.routed for watcher in watchers))
-    hooks = [module.register_forward_pre_hook(routed) for module in stack.modules() if isinstance(module, MoE)]
-    hooks.append(stack.readout.register_forward_pre_hook(Hook(*(watcher.reads_out for watcher in watchers))))
+    _reject_compiled(blocks)
+    on_route = Hook(*(watcher.on_route for watcher in watchers))
+    hooks = [module.register_forward_pre_hook(on_route) for module in stack.modules() if isinstance(module, MoE)]
+    hooks.append(stack.readout.register_forward_pre_hook(Hook(*(watcher.on_readout for watcher in watchers))))
     first = 0
     try:
         for number, block in enumerate(blocks):
@@ -211,8 +211,8 @@ def watching(stack: ResidualStack, *watchers: Watcher) -> Iterator[None]:
 
 @contextmanager
 def replacing(block: ResidualBlock, i: int, change: Change) -> Iterator[None]:
-    """Replace the live streams by `change(streams)` right after branch i of the block writes."""
-    _refuse_compiled([block])
+    """Replace the live streams with `change(streams)` right after branch i of the block writes."""
+    _reject_compiled([block])
     if not 0 <= i < len(block.branches):
         raise ValueError(f"the block has no branch {i}: use 0 to {len(block.branches) - 1}")
     tap = block.tap
@@ -237,10 +237,10 @@ def eager(stack: ResidualStack) -> Iterator[None]:
 
 
 def stream_count(stack: ResidualStack) -> int:
-    """How many streams the method has; it may store more tensors than that."""
+    """Number of streams of the method, which may store more tensors than that."""
     return cast(Any, stack.readout).stream_count(stack.streams)
 
 
-def _refuse_compiled(blocks: Sequence[ResidualBlock]) -> None:
+def _reject_compiled(blocks: Sequence[ResidualBlock]) -> None:
     if any(block.compiled_run is not None for block in blocks):
         raise ValueError(COMPILED)

@@ -62,7 +62,7 @@ def run(given: argparse.Namespace) -> int:
     finally:
         progress.end()
     print(json.dumps(as_data(made), indent=2) if given.json else as_text(made, f"{given.scale} × {given.residual}"))
-    fits = made.own.fits(made.hardware)
+    fits = made.estimate.fits(made.hardware)
     if not fits:
         print("dualres: it does not fit", file=sys.stderr)
     return 0 if fits else 1

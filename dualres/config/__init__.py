@@ -1,8 +1,8 @@
-"""Experiments: what a model, its residual method and its training are.
+"""Experiments: a model, its residual method and its training recipe.
 
     loading.load_config("0.1b", "dar-block", ["train.tokens=1e9"])    a scale, a residual method, overrides
     schema.ModelConfig, ResidualConfig, TrainConfig, …                the same in Python
 
 schema.py defines every key with its documentation, loading.py reads YAML, validation.py converts and checks values,
-and paper.py has the numbers that the paper prints.
+and paper.py has the numbers printed in the paper.
 """

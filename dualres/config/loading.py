@@ -13,7 +13,7 @@ from dualres.config.schema import Config, ConfigError, ModelConfig, ResidualConf
 from dualres.config.validation import build, did_you_mean
 
 _PACKAGE = Path(__file__).parent.parent
-# Inside the package when installed, beside it in a checkout.
+# Inside the package when installed, next to it in a checkout.
 CONFIGS = next((p for p in (_PACKAGE / "configs", _PACKAGE.parent / "configs") if p.is_dir()), _PACKAGE / "configs")
 
 
@@ -45,17 +45,17 @@ def load_residual(
 
 
 def short_name(name: str) -> str:
-    """A scale or residual as folders and tables name it: its name, or that of its file."""
+    """The name of a scale or residual in folders and tables; for a YAML file, its stem."""
     return Path(name).stem if name.endswith((".yaml", ".yml")) else name
 
 
 def names(kind: Literal["scale", "residual"]) -> list[str]:
-    """The configs that ship with dualres, by name."""
+    """Names of the configs that ship with dualres."""
     return sorted(path.stem for path in (CONFIGS / kind).glob("*.yaml"))
 
 
 def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
-    """Overrides as sections: `train.parallel.tensor=2` and `train.parallel={tensor: 2}` give the same."""
+    """Overrides as nested sections: `train.parallel.tensor=2` and `train.parallel={tensor: 2}` are the same."""
     data: dict[str, Any] = {}
     _override(data, overrides)
     return data
@@ -74,13 +74,13 @@ def _override(data: dict[str, Any], overrides: Sequence[str]) -> None:
 
 
 def _read(kind: Literal["scale", "residual"], name: str, derived: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """One YAML file, merged over its `base`, another file (a path is relative to the folder of the file that names it).
+    """Read one YAML file and merge it over its `base`; a relative path starts at the folder of the file that names it.
 
-    `derived`: the files that led here by `base`.
+    `derived`: the files that led here through `base`.
     """
     folder = derived[-1].parent if derived else Path()
     path = folder / name if name.endswith((".yaml", ".yml")) else CONFIGS / kind / f"{name}.yaml"
-    if not os.path.isfile(path):  # unlike Path.is_file, no error for a name that is too long
+    if not os.path.isfile(path):  # unlike Path.is_file, does not raise for a name that is too long
         remedy = f"use one of {', '.join(names(kind))}, or the path of a YAML file"
         raise ConfigError(f"no {kind} {name!r}: {' '.join([did_you_mean(name, names(kind)), remedy]).strip()}")
     try:
@@ -93,7 +93,7 @@ def _read(kind: Literal["scale", "residual"], name: str, derived: tuple[Path, ..
     if base is None:
         return data
     if path.resolve() in derived:
-        raise ConfigError(f"{path} is its own base: remove base, or name a file that does not lead back to it")
+        raise ConfigError(f"{path} is its own base: remove base, or set it to a file that does not lead back here")
     merged = _read(kind, str(base), (*derived, path.resolve()))
     _merge(merged, data)
     return merged

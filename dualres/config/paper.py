@@ -1,4 +1,4 @@
-"""The numbers that the paper prints, with the config of ours that computes each."""
+"""The numbers printed in the paper, each with the config that computes it."""
 
 from typing import NamedTuple
 
@@ -51,7 +51,7 @@ class PrintedLoss(NamedTuple):
 
     scale: str  # our config
     residual: str  # our config
-    name: str  # of the method in the paper
+    name: str  # the paper's name of the method
     loss: str
 
 
@@ -82,7 +82,7 @@ KV_ABLATION = (  # "Key–value retrieval ablations in the 0.5B Full setting und
 class PrintedScores(NamedTuple):
     """One method's row of an evaluation table, as printed: 1b with standard, attnres-block or dar-block."""
 
-    name: str  # of the method in the paper
+    name: str  # the paper's name of the method
     scores: tuple[str, ...]  # one per column
 
 
@@ -109,7 +109,7 @@ class PrintedSource(NamedTuple):
     """One of Paloma's sixteen sources: token perplexity of the 1B models, as printed."""
 
     group: str
-    perplexity: tuple[str, str, str]  # of the methods of `PALOMA_METHODS`
+    perplexity: tuple[str, str, str]  # by method, as in `PALOMA_METHODS`
 
 
 PALOMA_METHODS = ("Baseline", "AttnRes", "DAR")
@@ -134,13 +134,13 @@ PALOMA = (  # "Token perplexity across the 16 reported Paloma domain groups for 
 
 
 class PrintedGap(NamedTuple):
-    """One panel of the figure of write gates and rescue at 0.5B, as printed."""
+    """One panel of the write-gate and rescue figure at 0.5B, as printed."""
 
     residual: str  # our config
-    name: str  # of the method in the paper
+    name: str  # the paper's name of the method
     gap: str  # mean absolute write gap
-    correlation: str  # of write and rescue gaps across layers
+    correlation: str  # between write and rescue gaps across layers
 
 
 GATE_RESCUE = (PrintedGap("dar-full", "DAR", "0.18", "0.23"), PrintedGap("dar-selfkv", "DAR-SelfKV", "0.49", "0.82"))
-PRESETS = {"size-sweep": SIZE_SWEEP, "kv-ablation": KV_ABLATION}  # of `dualres suite`
+PRESETS = {"size-sweep": SIZE_SWEEP, "kv-ablation": KV_ABLATION}  # for `dualres suite`

@@ -1,7 +1,7 @@
 """Experiments as frozen dataclasses that validate themselves; docs/reference/configuration.md is generated from them.
 
-The text under a field is its documentation. The options of a residual method are in the file of the method
-(dualres/residual/) and documented there in the same way.
+The text under a field is its documentation. The options of a residual method are defined and documented in the same
+way in the file of the method (dualres/residual/).
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from dualres.config.validation import ConfigError as ConfigError
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """Routed experts in place of the feed-forward of every layer."""
+    """Routed experts that replace the feed-forward of every layer."""
 
     experts: Size
     """experts per layer, E"""
@@ -46,10 +46,10 @@ class MoEConfig:
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Lower rotary frequencies, for a longer context than the model was first trained with."""
+    """Scaled rotary frequencies, for a longer context than the model was first trained with."""
 
     kind: Literal["linear", "llama3"]
-    """`linear`: divide all frequencies by the factor; `llama3`: only those of long wavelengths"""
+    """`linear` divides all frequencies by the factor, `llama3` only those of long wavelengths"""
     factor: PositiveFloat
     """divisor of the frequencies"""
     original_context: PositiveInt | None = None
@@ -92,7 +92,7 @@ class ModelConfig:
     context: Size = 4096
     """tokens per training sequence"""
     tied_embeddings: bool = True
-    """use the embedding table for the output, too"""
+    """use the embedding table for the output as well"""
     embedding_width: Size | None = None
     """width of a factorized embedding table; null: `width`"""
     rope_base: PositiveFloat = 10_000.0
@@ -106,11 +106,11 @@ class ModelConfig:
     head_size: Size | None = None
     """width of an attention head; null: `width / heads`"""
     attention_bias: Literal["none", "qkv", "all"] = "none"
-    """`qkv`: biases on queries, keys and values (Qwen2); `all`: on the output projection, too"""
+    """`qkv`: biases on queries, keys and values (Qwen2); `all`: also on the output projection"""
     query_key_norm: bool = False
     """normalize queries and keys per head, before the rotary embedding (Qwen3)"""
     rope_scaling: RopeScaling | None = None
-    """lower rotary frequencies, for a longer context"""
+    """scaled rotary frequencies, for a longer context"""
     read_eps: tuple[PositiveFloat, ...] | None = None
     """2L + 1 numbers: the eps of each branch's input norm and of the final norm; set in converted checkpoints"""
 
@@ -136,7 +136,7 @@ class ModelConfig:
         if self.read_eps is not None and len(self.read_eps) != 2 * self.layers + 1:
             raise ConfigError(
                 f"model.read_eps has {len(self.read_eps)} values for the inputs of {2 * self.layers} branches and "
-                f"of the output: give {2 * self.layers + 1}, or null for model.norm_eps everywhere"
+                f"of the output: use {2 * self.layers + 1}, or null for model.norm_eps everywhere"
             )
         if self.moe is None:
             if self.ffn_width is None:
@@ -153,7 +153,6 @@ class ModelConfig:
 
     @property
     def head_width(self) -> int:
-        """The width of one attention head."""
         return self.head_size or self.width // self.heads
 
     def eps_of_read(self, branch: int) -> float:
@@ -163,14 +162,14 @@ class ModelConfig:
 
 @dataclass(frozen=True, init=False)
 class ResidualConfig:
-    """The residual method. All keys but these are options of the method; an option of another method is an error."""
+    """The residual method. All other keys are options of the method; an option of a different method is an error."""
 
     method: str
     """name of the method"""
     branches_per_block: PositiveInt | None
     """branches per block, S; blocks of K layers have 2K. The last block is shorter if S does not divide 2L"""
     default_branches_per_block: PositiveInt | None
-    """`branches_per_block` of the methods that have none of their own; set by the scale"""
+    """`branches_per_block` of methods that do not set their own; set by the scale"""
     options: tuple[tuple[str, Any], ...]
 
     def __init__(
@@ -182,17 +181,17 @@ class ResidualConfig:
     ) -> None:
         if isinstance(options.get("options"), tuple):  # from dataclasses.replace, which passes every field
             options = {**dict(options.pop("options")), **options}
-        given = {name: _hashable(value, f"residual.{name}") for name, value in options.items() if value is not None}
+        values = {name: _hashable(value, f"residual.{name}") for name, value in options.items() if value is not None}
         vars(self).update(
             method=method,
             branches_per_block=branches_per_block,
             default_branches_per_block=default_branches_per_block,
-            options=tuple(sorted(given.items())),
+            options=tuple(sorted(values.items())),
         )
         convert_fields(self, "residual.")
 
     def to_dict(self) -> dict[str, Any]:
-        """What `ResidualConfig(**…)` takes: the keys that are set."""
+        """The keys that are set, as arguments of `ResidualConfig(**…)`."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "options"}
         return {**{name: value for name, value in fields.items() if value is not None}, **dict(self.options)}
 
@@ -203,7 +202,7 @@ def _hashable(value: Any, where: str) -> Any:
     try:
         hash(value)
     except TypeError:
-        raise ConfigError(f"{where}={value!r} is not a single value: give a number, text, true or false") from None
+        raise ConfigError(f"{where}={value!r} is not a single value: use a number, text, true or false") from None
     return value
 
 
@@ -223,8 +222,8 @@ class ParallelConfig:
     """context-parallel ranks; not implemented, above 1 is an error"""
     sequence_parallel: bool = False
     """split the tokens between branches along the sequence; required for `tensor` above 1"""
-    zero_stage: Annotated[int, Bounds(least=0, most=3)] = 0
-    """ZeRO stage of `engine: deepspeed`: shard optimizer state (1), gradients (2), parameters (3)"""
+    zero_stage: Annotated[int, Bounds(minimum=0, maximum=3)] = 0
+    """ZeRO stage of `engine: deepspeed`: shards optimizer state (1), gradients (2), parameters (3)"""
 
     def __post_init__(self) -> None:
         convert_fields(self, "train.parallel.")
@@ -240,7 +239,7 @@ class TrainConfig:
     """
 
     dataset: str
-    """name of the dataset that the recipe was made for; `--data` sets what is read"""
+    """name of the dataset that the recipe was made for; `--data` sets the data that is read"""
     tokens: PositiveInt
     """training tokens"""
     micro_batch: PositiveInt
@@ -260,10 +259,10 @@ class TrainConfig:
     adam_eps: PositiveFloat = 1e-8
     """eps of AdamW"""
     clip: PositiveFloat = 1.0
-    """largest norm of the gradient"""
+    """maximum gradient norm; larger gradients are clipped"""
     validation_tokens: PositiveInt = 10_000_000
-    """tokens of the validation set that are used"""
-    seed: Annotated[int, Bounds(least=0, most=2**63 - 1)] = 42
+    """tokens of the validation set to use"""
+    seed: Annotated[int, Bounds(minimum=0, maximum=2**63 - 1)] = 42
     """seed of the weights and of the data order"""
     precision: Literal["bf16", "fp32"] = "bf16"
     """dtype of the computation"""
@@ -278,17 +277,17 @@ class TrainConfig:
     engine: Literal["auto", "single", "ddp", "fsdp2", "deepspeed"] = "auto"
     """`auto`: `single` for one process, `fsdp2` for several"""
     validate_every: PositiveInt = 1000
-    """steps between validations; the last step always has one"""
+    """steps between validations; the last step always validates"""
     checkpoint_every: PositiveInt = 1000
-    """steps between checkpoints; the last step, a stop and the best validation also save one"""
+    """steps between checkpoints; also saved at the last step, at a stop and at the best validation loss"""
     keep_checkpoints: PositiveInt = 3
-    """latest checkpoints to keep, in addition to the best"""
+    """number of latest checkpoints to keep, in addition to the best"""
     untimed_steps: NonNegativeInt = 300
-    """steps after a start that do not count for the reported throughput"""
+    """steps after a start that are excluded from the reported throughput"""
     timeout: PositiveFloat = 1800.0
-    """seconds to wait for another process in a step, the first included; at a start 1800, in a save at least that"""
+    """seconds to wait for another process in a step, including the first; 1800 at a start, at least 1800 in a save"""
     peak_flops: PositiveFloat | None = None
-    """peak FLOP/s of one device, for the utilization; null: time a matrix product"""
+    """peak FLOP/s of one device, for the utilization; null: measured with a matrix product"""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     """for `engine: fsdp2`, except `zero_stage`; the other engines are data-parallel"""
 
@@ -333,7 +332,7 @@ class Config:
         if train.warmup_steps > train.tokens // step:
             raise ConfigError(
                 f"train.warmup_steps={train.warmup_steps} exceeds the {train.tokens // step} steps that "
-                f"train.tokens={train.tokens} make: use fewer, such as a tenth of them"
+                f"train.tokens={train.tokens} allow: use fewer, such as a tenth of them"
             )
         heads = {"model.heads": model.heads, "model.kv_heads": model.kv_heads}
         divides("train.parallel.tensor", parallel.tensor, heads)
@@ -344,5 +343,5 @@ class Config:
         at_most("train.parallel.pipeline", parallel.pipeline, "model.layers", model.layers)
 
     def to_dict(self) -> dict[str, Any]:
-        """The sections with all their keys; `build(Config, …, "")` makes the same config of them."""
+        """The sections with all their keys; `build(Config, …, "")` restores the same config from them."""
         return {**dataclasses.asdict(self), "residual": self.residual.to_dict()}

@@ -1,4 +1,4 @@
-"""Checks of config fields: convert a value to its field's type and range, or raise an error with a remedy."""
+"""Validation of config fields: convert a value to its field's type and check its range, or raise with a remedy."""
 
 import dataclasses
 import difflib
@@ -17,27 +17,28 @@ class ConfigError(ValueError):
 
 
 class Bounds(NamedTuple):
-    """The range of a number, as metadata of its type: `Annotated[int, Bounds(least=1)]`."""
+    """The range of a number, as metadata of its type: `Annotated[int, Bounds(minimum=1)]`."""
 
-    least: float = -math.inf
-    above: float = -math.inf
-    most: float = math.inf
+    minimum: float = -math.inf
+    exclusive_minimum: float = -math.inf
+    maximum: float = math.inf
 
     def __str__(self) -> str:
-        low = f"above {self.above:g}" if self.above > -math.inf else f"{self.least:g} or more"
-        return low if self.most == math.inf else f"{low}, at most {self.most}"
+        exclusive = self.exclusive_minimum > -math.inf
+        low = f"above {self.exclusive_minimum:g}" if exclusive else f"{self.minimum:g} or more"
+        return low if self.maximum == math.inf else f"{low}, at most {self.maximum}"
 
     def check(self, value: float, where: str) -> None:
         """Raise unless the value is in the range."""
-        if not self.least <= value <= self.most or value <= self.above:
+        if not self.minimum <= value <= self.maximum or value <= self.exclusive_minimum:
             raise ConfigError(f"{where}={value} is out of range: it must be {self}")
 
 
-PositiveInt = Annotated[int, Bounds(least=1)]
-PositiveFloat = Annotated[float, Bounds(above=0)]
-NonNegativeInt = Annotated[int, Bounds(least=0)]
-NonNegativeFloat = Annotated[float, Bounds(least=0)]
-Size = Annotated[int, Bounds(least=1, most=2**28)]  # of a model: larger tensors would not fit into the address space
+PositiveInt = Annotated[int, Bounds(minimum=1)]
+PositiveFloat = Annotated[float, Bounds(exclusive_minimum=0)]
+NonNegativeInt = Annotated[int, Bounds(minimum=0)]
+NonNegativeFloat = Annotated[float, Bounds(minimum=0)]
+Size = Annotated[int, Bounds(minimum=1, maximum=2**28)]  # larger tensors would not fit into the address space
 
 
 def build(kind: type[T], data: Mapping[str, Any], where: str) -> T:
@@ -55,7 +56,7 @@ def build(kind: type[T], data: Mapping[str, Any], where: str) -> T:
 
 
 def did_you_mean(name: object, known: Sequence[str], where: str = "") -> str:
-    """A question that names the most similar known name; empty if none is similar."""
+    """A question with the most similar known name; empty if none is similar."""
     close = difflib.get_close_matches(str(name), known, 1)
     return f"did you mean {where}{close[0]}?" if close else ""
 
@@ -67,7 +68,7 @@ def convert_fields(config: object, where: str) -> None:
 
 
 def convert(hint: Any, value: Any, where: str) -> Any:
-    """The value as the type `hint`, if it is one; 2.0e9 is a valid int, and text that is a number a valid number."""
+    """Convert the value to the type `hint` or raise; 2.0e9 is a valid int, and a number may be given as text."""
     if hint is Any:
         return value
     if typing.get_origin(hint) is Annotated:
@@ -109,11 +110,11 @@ def convert(hint: Any, value: Any, where: str) -> Any:
         if hint is int and math.isfinite(number) and number == int(number):
             return value if isinstance(value, int) else int(number)
     wanted = {bool: "true or false", int: "a whole number", float: "a finite number", str: "text"}[hint]
-    raise ConfigError(f"{where}={value!r} is not {wanted}: give {wanted}")
+    raise ConfigError(f"{where}={value!r} is not {wanted}: use {wanted}")
 
 
 def multiple_of_8(name: str, value: int) -> None:
-    """Raise for a width that the grouped matrix product of the experts cannot read."""
+    """Raise for a width that the experts' grouped matrix product does not support."""
     if value % 8:
         raise ConfigError(
             f"{name}={value} is not a multiple of 8, and the experts' grouped matrix product reads rows in units of "
@@ -121,14 +122,14 @@ def multiple_of_8(name: str, value: int) -> None:
         )
 
 
-def at_most(name: str, value: float, limit: str, most: float, remedy: str = "") -> None:
-    """Raise if a number exceeds another, whose name is `limit`."""
-    if value > most:
-        raise ConfigError(f"{name}={value} exceeds {limit}={most}: use {remedy or f'at most {most}'}")
+def at_most(name: str, value: float, limit: str, maximum: float, remedy: str = "") -> None:
+    """Raise if a number exceeds another, the field `limit`."""
+    if value > maximum:
+        raise ConfigError(f"{name}={value} exceeds {limit}={maximum}: use {remedy or f'at most {maximum}'}")
 
 
 def divides(name: str, part: int, wholes: Mapping[str, int]) -> None:
-    """Raise if `part` does not divide one of the named numbers."""
+    """Raise if `part` does not divide every one of the named numbers."""
     for whole, value in wholes.items():
         if value % part:
             fitting = choices(divisors(math.gcd(*wholes.values())))
@@ -142,6 +143,6 @@ def divisors(n: int) -> list[int]:
 
 
 def choices(values: Iterable[object], conjunction: str = "or") -> str:
-    """As text: '1, 2, 5 or 10'."""
+    """Join values in a sentence: '1, 2, 5 or 10'."""
     *others, last = map(str, values)
     return f"{', '.join(others)} {conjunction} {last}" if others else last

@@ -1,9 +1,9 @@
-"""What one micro-batch keeps for its backward pass and sends, block by block: a rank's share of the real model runs on
-fake tensors, eagerly, with the fused operators of the pathways and the CPU's of everything else.
+"""Bytes that one micro-batch keeps for its backward pass and sends, block by block. A rank's share of the real model
+runs eagerly on fake tensors, with the pathways' fused operators and CPU operators for everything else.
 
-Kept bytes are attributed to what created them. Branches create activations, which include their input; the states of a
-method with history are its history; whatever else a pathway keeps, and branch outputs, whose sums are live streams, is
-live. The state of a method without history is a live stream.
+Kept bytes are attributed to what created them. Branches create activations, which include their inputs. States of a
+method with history are history. Everything else that a pathway keeps counts as live streams, as do branch outputs,
+which it sums, and the state of a method without history.
 """
 # B batch  T tokens  D width  J streams
 
@@ -27,13 +27,13 @@ from dualres.plan.live_bytes import LiveBytes
 from dualres.plan.local_model import LocalModel, RangeLoss, Share, local_model
 from dualres.residual.registry import places
 
-CASTING = {"fsdp2", "deepspeed"}  # run forward on bfloat16 weights; with the others autocast makes copies
-KEEPING = {"single", "ddp"}  # hold the gradients of all parameters until the step
-COUNTED = 3  # full blocks of a deep model; the last two say what a longer history adds
+CASTING = {"fsdp2", "deepspeed"}  # engines that run forward on bfloat16 weights; with the others, autocast makes copies
+KEEPING = {"single", "ddp"}  # engines that hold the gradients of all parameters until the step
+COUNTED = 3  # full blocks run of a deep model; the last two show what a longer history adds
 
 
 class Memory(NamedTuple):
-    """Bytes of one rank, of a part of the model or at the peak of a step; the texts are those of a plan."""
+    """Bytes of one rank, for a part of the model or at the peak of a step; a plan prints the annotations."""
 
     weights: Annotated[int, "stored by this rank"] = 0
     gathered_weights: Annotated[int, "in use"] = 0
@@ -52,7 +52,7 @@ class Memory(NamedTuple):
 
     @property
     def kept(self) -> int:
-        """For the backward pass, by branches and pathways."""
+        """Bytes that branches and pathways keep for the backward pass."""
         return self.activations + self.history + self.live_streams
 
     @property
@@ -61,14 +61,14 @@ class Memory(NamedTuple):
 
 
 class Passes(NamedTuple):
-    """Forward and backward pass of one micro-batch on one rank, in bytes."""
+    """Bytes of the forward and backward pass of one micro-batch on one rank."""
 
-    shared: int  # tokens, rotary tables and mask, which every chunk of a pipeline makes for itself
+    shared: int  # tokens, rotary tables and mask; each chunk of a pipeline has its own
     start: Memory  # embedding, with H_0
-    blocks: tuple[Memory, ...]  # each with its state H_b, and the work of its backward pass
-    sent: tuple[tuple[int, int], ...]  # by each block, there and back: within the tensor group, to other ranks' experts
-    end: Memory  # readout, final norm and loss; its work is the peak of the loss, above all that is kept
-    stream: int  # one stream (B,T,D) of the rank's share of the sequence
+    blocks: tuple[Memory, ...]  # each with its state H_b and the temporary memory of its backward pass
+    sent: tuple[tuple[int, int], ...]  # by each block, forward and backward: within the tensor group, to other experts
+    end: Memory  # readout, final norm and loss; `work` is the peak of the loss above kept memory
+    stream: int  # one stream (B,T,D) for the rank's share of the sequence
     streams: int  # J
     keeps_history: bool
 
@@ -80,9 +80,9 @@ class Passes(NamedTuple):
 
 @functools.cache
 def passes_of(config: Config, share: Share, engine: str) -> Passes:
-    """As `count_passes`, from the first three blocks of a deep model and the last where it is a short one.
+    """Like `count_passes`, but runs only the first three blocks of a deep model, and the last if it is shorter.
 
-    Beyond the first blocks, each adds what the last one did.
+    Later blocks are extrapolated: each adds as much as the one before it.
     """
     lengths = [place.branches for place in places(2 * config.model.layers, config.residual)]
     short = [n for n in lengths[-1:] if n < lengths[0]]
@@ -117,9 +117,9 @@ def count_passes(config: Config, share: Share, engine: str) -> Passes:
 
 
 class BlockCall(NamedTuple):
-    """How a block or the readout was called, and what was kept before."""
+    """Arguments of a call of a block or the readout, and the memory kept before it."""
 
-    history: list[tuple[torch.Size, torch.dtype]]  # of its states
+    history: list[tuple[torch.Size, torch.dtype]]  # shape and dtype of each state
     context: dict[str, Any]
     before: Memory
 
@@ -128,12 +128,12 @@ def _count(local: LocalModel, config: Config, autocast: torch.autocast, *, keep_
     decoder, train, blocks = local.decoder, config.train, list(local.decoder.stack)
     live = LiveBytes(decoder.parameters(), tag="activations")
     with live, _watched(decoder, live) as calls:
-        with autocast:  # what the objective does, in two halves
+        with autocast:  # the training objective, in two halves
             sequences = torch.zeros((train.micro_batch, config.model.context + 1), dtype=torch.long)
             tokens, targets = sequences[:, :-1], sequences[:, 1:]
             documents = document_numbers(tokens, 0) if train.documents == "isolate" else None
             hidden = decoder.hidden(tokens, documents=documents)
-            ended = Memory(**live.by_tag()).plus(Memory(activations=hidden.nbytes), -1)
+            at_end = Memory(**live.by_tag()).plus(Memory(activations=hidden.nbytes), -1)
             rows, weight = decoder.vocabulary.output_product(hidden)
             if local.tensor.ranks > 1:
                 loss = RangeLoss.apply(rows, weight, targets, train.loss_rows)
@@ -141,11 +141,11 @@ def _count(local: LocalModel, config: Config, autocast: torch.autocast, *, keep_
                 loss = chunked_cross_entropy(rows, weight, targets, train.loss_rows)
             del hidden, rows, weight
             with_loss = live.now
-        kept, peak = live.now, live.peak  # autocast has dropped the casts of weights that nothing else keeps
+        kept, peak = live.now, live.peak  # autocast has freed casts of weights that nothing else references
     del loss
     (shape, dtype), *_ = calls[blocks[0]].history
     stream = shape[1:].numel() * dtype.itemsize
-    embedding = Memory(activations=stream if shape[0] > 1 else 0)  # H_0 is a copy of it, and nothing keeps it
+    embedding = Memory(activations=stream if shape[0] > 1 else 0)  # H_0 is a copy of it, and nothing references it
     shared = sequences.nbytes + sum(tensor.nbytes for tensor in _shared_tensors(calls[blocks[0]].context))
     edges = [calls[module].before for module in (*blocks, decoder.stack.readout)]
     counted, sent = [], []
@@ -159,7 +159,7 @@ def _count(local: LocalModel, config: Config, autocast: torch.autocast, *, keep_
         start=edges[0].plus(embedding, -1).plus(Memory(activations=shared + with_loss - kept), -1),
         blocks=tuple(counted),
         sent=tuple(sent),
-        end=ended.plus(edges[-1], -1).plus(embedding)._replace(loss=with_loss - ended.kept, work=peak - kept),
+        end=at_end.plus(edges[-1], -1).plus(embedding)._replace(loss=with_loss - at_end.kept, work=peak - kept),
         stream=stream,
         streams=shape[0],
         keeps_history=blocks[0].pathway.keeps_history,
@@ -173,40 +173,41 @@ def _watched(decoder: Decoder, live: LiveBytes) -> Iterator[dict[nn.Module, Bloc
     blocks, readout = list(decoder.stack), decoder.stack.readout
     states = "history" if blocks[0].pathway.keeps_history else "live_streams"
 
-    def called(module: nn.Module, history: tuple[Tensor, ...], context: dict[str, Any]) -> None:
-        if not calls:  # H_0, which no block has made
+    def on_block_start(module: nn.Module, history: tuple[Tensor, ...], context: dict[str, Any]) -> None:
+        if not calls:  # H_0, which no block creates
             live.retag(history[0], states)
         shapes = [(state.shape, state.dtype) for state in history]
         calls[module] = BlockCall(shapes, context, Memory(**live.by_tag()))
         live.tag = "live_streams"
 
-    def closed(module: nn.Module, history: Any, out: Tensor) -> None:
+    def on_block_end(module: nn.Module, history: Any, out: Tensor) -> None:
         live.tag = "activations"
         if module is not readout:
             live.retag(out, states)
 
-    def entered(module: nn.Module, given: tuple[Tensor, ...]) -> None:
+    def on_branch_start(module: nn.Module, args: tuple[Tensor, ...]) -> None:
         live.tag = "activations"
-        live.retag(given[0], "activations")
+        live.retag(args[0], "activations")
 
-    def left(module: nn.Module, given: Any, update: Tensor) -> None:
+    def on_branch_end(module: nn.Module, args: Any, update: Tensor) -> None:
         live.tag = "live_streams"
         live.retag(update, "live_streams")
 
     hooks = []
     for module in (*blocks, readout):
-        hooks.append(module.register_forward_pre_hook(called, with_kwargs=True))
-        hooks.append(module.register_forward_hook(closed))
+        hooks.append(module.register_forward_pre_hook(on_block_start, with_kwargs=True))
+        hooks.append(module.register_forward_hook(on_block_end))
     for branch in (branch for block in blocks for branch in block.branches):
         module = branch.module if isinstance(branch, NormedBranch) else branch
-        hooks += [module.register_forward_pre_hook(entered, prepend=True), module.register_forward_hook(left)]
+        hooks.append(module.register_forward_pre_hook(on_branch_start, prepend=True))
+        hooks.append(module.register_forward_hook(on_branch_end))
     yield calls
     for hook in hooks:
         hook.remove()
 
 
 def _backward_work(block: ResidualBlock, call: BlockCall, autocast: torch.autocast, *, keep_gradients: bool) -> int:
-    """The peak of a block's backward pass above what its forward pass has left, which runs first."""
+    """The peak of a block's backward pass above what its forward pass, which runs first, keeps."""
     states = [torch.zeros(shape, dtype=dtype, requires_grad=True) for shape, dtype in call.history]
     older = [*block.parameters(), *states, *_shared_tensors(call.context)]
     if keep_gradients:
@@ -216,13 +217,13 @@ def _backward_work(block: ResidualBlock, call: BlockCall, autocast: torch.autoca
     with LiveBytes(older) as live:
         with autocast:
             out = block(*states, **call.context)
-        left = live.now - out.nbytes
-        for state in states:  # what later blocks and the readout have sent back
+        kept = live.now - out.nbytes
+        for state in states:  # gradients from later blocks and the readout
             state.grad = torch.zeros_like(state)
         out.backward(torch.zeros_like(out))
-        return live.peak - left
+        return live.peak - kept
 
 
 def _shared_tensors(context: dict[str, Any]) -> list[Tensor]:
-    """Rotary tables and mask, with which all blocks are called."""
+    """Rotary tables and mask, which all blocks receive."""
     return [value for value in vars(context["context"]).values() if isinstance(value, Tensor)]

@@ -1,9 +1,9 @@
-"""Bytes that a rank sends in one training step, by kind: what each collective must move, whatever carries it.
+"""Bytes that a rank sends in one training step, by kind: the minimum that each collective moves, on any transport.
 
     gather, scatter, all-to-all:  (n−1)/n of the whole message        all-reduce:  2 (n−1)/n of it
 
-Ranks of a group send alike, but for uneven shards: this is the first of each pipeline rank. Routing to experts is taken
-to be uniform.
+All ranks of a group send the same, except for uneven shards: these are the bytes of the first rank of each pipeline
+rank. Routing to experts is assumed to be uniform.
 """
 # n ranks of a group
 
@@ -18,7 +18,7 @@ FLOAT64 = 8
 
 
 class Communication(NamedTuple):
-    """Bytes of one step; the texts are those of a plan."""
+    """Bytes of one step; a plan prints the annotations."""
 
     weights: Annotated[int, "gathers of sharded weights"]
     gradients: Annotated[int, "scatters of their gradients"]
@@ -49,7 +49,7 @@ def communication(rank: PipelineRank) -> Communication:
 
 
 def sharded_bytes(rank: PipelineRank) -> tuple[list[int], list[int]]:
-    """Bytes of weights and of gradients that FSDP2 moves: of those sharded over all data-parallel ranks, of experts."""
+    """Bytes of weights and of gradients that FSDP2 moves, each as [sharded over all data-parallel ranks, experts]."""
     count, mesh = rank.micro_batches, rank.mesh
     weights, gradients = [0, 0], [0, 0]
     for chunk in rank.chunks:
@@ -64,23 +64,23 @@ def sharded_bytes(rank: PipelineRank) -> tuple[list[int], list[int]]:
 
 
 def branch_bytes(rank: PipelineRank, chunk: PlannedChunk) -> tuple[int, int]:
-    """Within the tensor group, and to other ranks' experts, for one micro-batch, forward and backward."""
+    """Bytes within the tensor group and to other ranks' experts, for one micro-batch, forward and backward."""
     tensor, experts = map(sum, zip(*(rank.passes.sent[b] for b in chunk.blocks), strict=True))
     model, ranks = rank.config.model, rank.mesh.tensor
     tokens = rank.config.train.micro_batch * model.context
     rows = tokens * (model.embedding_width or model.width) * rank.width
     tensor += (chunk.first + chunk.last) * 2 * part_of(rows, ranks)
-    if chunk.last:  # the log-partition of its range and the target's logit, to all others
+    if chunk.last:  # log-partition of the rank's range and the target's logit, to all others
         tensor += tokens * 2 * FLOAT32 * (ranks - 1)
     return tensor, experts
 
 
 def shared_bytes(rank: PipelineRank) -> int:
-    """Of the gradients that several ranks hold whole: once a step, in tensor groups and between both vocabularies."""
-    mesh, found = rank.mesh, 0
+    """Bytes of unsharded gradients summed once a step, in tensor groups and between both vocabularies."""
+    mesh, size = rank.mesh, 0
     for chunk in rank.chunks:
         whole = sum(weight.shard(mesh) for weight in chunk.weights if weight.whole) * FLOAT32
-        found += part_of(2 * whole, mesh.tensor)
+        size += part_of(2 * whole, mesh.tensor)
         if mesh.pipeline > 1 and (chunk.first or chunk.last) and rank.config.model.tied_embeddings:
-            found += sum(weight.shard(mesh) for weight in chunk.weights if weight.vocabulary) * FLOAT32
-    return found
+            size += sum(weight.shard(mesh) for weight in chunk.weights if weight.vocabulary) * FLOAT32
+    return size

@@ -1,4 +1,4 @@
-"""One model on one page: how it is cut into blocks, and what it costs in parameters, flops and residual state."""
+"""One model on one page: its blocks, and its cost in parameters, flops and residual state."""
 
 from dataclasses import asdict
 from itertools import accumulate
@@ -12,7 +12,7 @@ from dualres.util.progress import plural, short
 from dualres.util.tables import table
 
 BFLOAT16 = 2  # bytes
-H800_BANDWIDTH = 3.35e12  # bytes per second, by its data sheet
+H800_BANDWIDTH = 3.35e12  # bytes per second, from its data sheet
 
 
 def describe(config: Config) -> dict[str, Any]:
@@ -70,21 +70,21 @@ def parameter_lines(count: dict[str, int]) -> list[str]:
     ]
 
 
-def _traffic(config: Config, moved: accounting.Traffic) -> dict[str, float]:
-    """What the fused operators move of the streams, and how long an H800 needs for that at least."""
+def _traffic(config: Config, traffic: accounting.Traffic) -> dict[str, float]:
+    """Stream elements moved by the fused operators, and a lower bound of the time that takes on an H800."""
     unit = 2 * config.model.layers * config.model.width
     return {
-        "forward_d_per_branch": moved.forward / unit,
-        "backward_d_per_branch": moved.backward / unit,
-        "forward_bytes_per_token": BFLOAT16 * moved.forward,
-        "backward_bytes_per_token": BFLOAT16 * moved.backward,
-        "h800_microseconds_per_token": 1e6 * BFLOAT16 * sum(moved) / H800_BANDWIDTH,
+        "forward_d_per_branch": traffic.forward / unit,
+        "backward_d_per_branch": traffic.backward / unit,
+        "forward_bytes_per_token": BFLOAT16 * traffic.forward,
+        "backward_bytes_per_token": BFLOAT16 * traffic.backward,
+        "h800_microseconds_per_token": 1e6 * BFLOAT16 * sum(traffic) / H800_BANDWIDTH,
     }
 
 
-def as_text(described: dict[str, Any], title: str) -> str:
+def as_text(description: dict[str, Any], title: str) -> str:
     """The page for a terminal."""
-    model, residual, moe = described["model"], described["residual"], described["model"]["moe"]
+    model, residual, moe = description["model"], description["residual"], description["model"]["moe"]
     options = ", ".join(f"{k} {v}" for k, v in residual.items() if k not in ("method", "streams", "branches_per_block"))
     feedforward = (
         f"{moe['experts']} experts of width {moe['expert_width']}, {moe['active']} active"
@@ -100,20 +100,20 @@ def as_text(described: dict[str, Any], title: str) -> str:
         "",
     ]
     rows = []
-    for block in described["blocks"]:
+    for block in description["blocks"]:
         branches, states = "{}–{}".format(*block["branches"]), _states(*block["sees"])
         rows.append([block["block"], branches, states, block["parameter_sets"] or "", block["parameters"]])
-    readout = described["readout"]
+    readout = description["readout"]
     rows.append(["readout", "", _states(*readout["sees"]), "", readout["parameters"]])
     lines += [table(["block", "branches", "sees", "parameter sets", "residual parameters"], rows), ""]
 
-    count, flops = described["parameters"], described["flops_per_token"]
-    state, traffic = described["residual_state_bytes_per_token"], described["residual_traffic"]
+    count, flops = description["parameters"], description["flops_per_token"]
+    state, traffic = description["residual_state_bytes_per_token"], description["residual_traffic"]
     lines += [
         *parameter_lines(count),
         f"flops per token       {_flops(flops['forward'])} forward, about {_flops(flops['training'])} in training",
         f"  branches            {_flops(flops['branches'])}",
-        f"  attention           {_flops(flops['attention'])} at the mean distance of context {model['context']}",
+        f"  attention           {_flops(flops['attention'])} averaged over a context of {model['context']}",
         f"  vocabulary          {_flops(flops['vocabulary'])}",
         f"  residual pathway    {_flops(flops['residual'])} ({flops['residual'] / flops['forward']:.3%})",
         f"residual state        {state['history']:,} bytes per token in bfloat16, {state['live']:,} of them live",
@@ -122,7 +122,7 @@ def as_text(described: dict[str, Any], title: str) -> str:
         f"  in bfloat16         {traffic['forward_bytes_per_token'] / 1e3:,.0f} kB per token forward, "
         f"{traffic['backward_bytes_per_token'] / 1e3:,.0f} kB backward",
         f"  on an H800          {traffic['h800_microseconds_per_token']:.3f} µs per token at 3.35 TB/s: "
-        "an estimate from bytes, not run on a GPU",
+        "an estimate from bytes moved, not measured on a GPU",
     ]
     return "\n".join(lines)
 

@@ -1,4 +1,4 @@
-"""One model on one mesh with one engine: memory, communication and seconds of a step."""
+"""Memory, communication and step time of one model on one mesh with one engine."""
 
 import dataclasses
 from typing import NamedTuple
@@ -15,32 +15,32 @@ from dualres.plan.time import StepSeconds, step_seconds, token_cost
 
 
 class StepEstimate(NamedTuple):
-    """Communication by pipeline rank and seconds of a step."""
+    """Communication by pipeline rank, and step time."""
 
     communication: tuple[Communication, ...]
     resent: tuple[int, ...]  # bytes that the pipeline would send if every boundary carried the whole history again
     seconds: StepSeconds
     tokens_per_second: float
-    utilization: float  # of the peak, by the products that the model needs
+    utilization: float  # fraction of the peak, counting the products that the model needs
 
 
 class MeshEstimate(NamedTuple):
-    """What a plan says about one model on one mesh."""
+    """Estimates for one model on one mesh."""
 
     config: Config
     engine: str
     mesh: Mesh
     memory: tuple[Memory, ...]  # of each pipeline rank
-    step: StepEstimate | None  # for one process and FSDP2; DDP's and DeepSpeed's speed is not estimated
+    step: StepEstimate | None  # for one process and FSDP2; the speed of DDP and DeepSpeed is not estimated
 
     @property
     def fullest(self) -> int:
-        """The pipeline rank that holds most."""
+        """The pipeline rank with the highest peak memory."""
         return max(range(len(self.memory)), key=lambda rank: self.memory[rank].total)
 
     @property
     def peak_memory(self) -> int:
-        """Bytes of the rank that holds most."""
+        """Bytes of the fullest rank."""
         return self.memory[self.fullest].total
 
     def fits(self, hardware: Hardware) -> bool:
@@ -48,7 +48,7 @@ class MeshEstimate(NamedTuple):
 
 
 def estimate(config: Config, engine: str, mesh: Mesh, hardware: Hardware) -> MeshEstimate:
-    # What is counted on the model alone is the same for every mesh, and counted once.
+    # Counts of the model alone are the same for every mesh and cached.
     alone = dataclasses.replace(config, train=dataclasses.replace(config.train, parallel=ParallelConfig()))
     passes = passes_of(alone, Share(mesh.tensor, mesh.expert_ranks), engine)
     ranks = pipeline_ranks(config, engine, mesh, passes)

@@ -1,47 +1,47 @@
-"""What a plan assumes about GPUs and links. The defaults are the data sheet of an H100 SXM; nothing was measured."""
+"""Assumptions of a plan about GPUs and links. The defaults are the data sheet of an H100 SXM, not measurements."""
 
 import math
 from typing import NamedTuple
 
 GIB = 2**30
-USABLE = 0.9  # of a GPU's memory: the rest is for its driver, NCCL and allocator fragmentation
+USABLE = 0.9  # fraction of a GPU's memory; the rest is for its driver, NCCL and allocator fragmentation
 
 
 class Hardware(NamedTuple):
-    """One GPU and what connects it. Bytes, flops and seconds."""
+    """One GPU and its links, in bytes, flops and seconds."""
 
-    memory: float = math.inf  # not given
+    memory: float = math.inf  # unknown
     node_size: int = 8  # GPUs that share the fast links
     peak_flops: float = 989e12  # bfloat16, dense
-    utilization: float = 0.5  # share of it that matrix products reach, with what lies between them
+    utilization: float = 0.5  # fraction of peak achieved, including overhead between matmuls
     memory_bandwidth: float = 3.35e12
-    node_bandwidth: float = 450e9  # to the others of its node, in each direction
-    network_bandwidth: float = 50e9  # of its own network card, in each direction
+    node_bandwidth: float = 450e9  # to other GPUs of its node, in each direction
+    network_bandwidth: float = 50e9  # per-GPU NIC, in each direction
 
     def ring(self, ranks: int, stride: int) -> float:
-        """Bytes per second of a gather, scatter or sum among ranks that are `stride` apart.
+        """Bandwidth of a ring all-gather, reduce-scatter or all-reduce among ranks `stride` apart.
 
-        A ring leaves each node once, over the cards of all its members there.
+        The ring crosses each node boundary once, using the NICs of all its ranks on that node.
         """
-        inside = max(1, self.node_size // stride)
+        ranks_per_node = max(1, self.node_size // stride)
         if ranks * stride <= self.node_size:
             return self.node_bandwidth
-        return min(self.node_bandwidth, inside * self.network_bandwidth)
+        return min(self.node_bandwidth, ranks_per_node * self.network_bandwidth)
 
     def exchange_seconds(self, sent: int, ranks: int) -> float:
-        """Of an all-to-all among neighbors that fill nodes first."""
+        """Seconds for an all-to-all among consecutive ranks, which fill one node after another."""
         if ranks <= self.node_size:
             return sent / self.node_bandwidth
-        away = (ranks - self.node_size) / (ranks - 1)
-        return max(sent * away / self.network_bandwidth, sent * (1 - away) / self.node_bandwidth)
+        remote = (ranks - self.node_size) / (ranks - 1)
+        return max(sent * remote / self.network_bandwidth, sent * (1 - remote) / self.node_bandwidth)
 
     def next_stage(self, processes: int) -> float:
-        """Bytes per second between pipeline ranks: the stage that sends to another node sets the pace."""
+        """Bandwidth between pipeline ranks: the slowest link, between nodes, is the bottleneck."""
         return self.node_bandwidth if processes <= self.node_size else self.network_bandwidth
 
     def describe(self) -> str:
         return (
-            f"{self.peak_flops / 1e12:g} Tflop/s of which matrix products reach "
+            f"{self.peak_flops / 1e12:g} Tflop/s, of which matrix products reach "
             f"{self.utilization:.0%}, memory {self.memory_bandwidth / 1e12:g} TB/s; nodes of {self.node_size}, "
             f"{self.node_bandwidth / 1e9:g} GB/s inside, {self.network_bandwidth / 1e9:g} GB/s per GPU between them"
         )

@@ -1,4 +1,4 @@
-"""Counts the bytes of live tensors while operations run, also on fake tensors, which have sizes and no memory."""
+"""Counts the bytes of live tensors while operations run, including fake tensors, which have sizes but no memory."""
 
 import weakref
 from collections import Counter
@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """Bytes of tensors that were created inside and are alive, `now` and at their `peak`; `older` ones do not count.
+    """Bytes of live tensors created inside the context, `now` and at their `peak`; `older` tensors do not count.
 
     A new tensor gets the current `tag`.
     """
@@ -22,7 +22,7 @@ class LiveBytes(TorchDispatchMode):
         self.now = self.peak = 0
         self.tag = tag
         self.older = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in older}
-        self.sizes: dict[int, int] = {}  # of storages that are alive, by address
+        self.sizes: dict[int, int] = {}  # bytes of live storages, by address
         self.tags: dict[int, str] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -48,7 +48,7 @@ class LiveBytes(TorchDispatchMode):
         self.tags[tensor.untyped_storage()._cdata] = tag
 
     def by_tag(self) -> Counter[str]:
-        found: Counter[str] = Counter()
+        totals: Counter[str] = Counter()
         for address, size in self.sizes.items():
-            found[self.tags[address]] += size
-        return found
+            totals[self.tags[address]] += size
+        return totals

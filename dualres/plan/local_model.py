@@ -1,7 +1,7 @@
-"""One rank's share of a model: modules with the sizes that they have there, on the meta device and without other ranks.
+"""One rank's share of a model: modules with their sizes on that rank, on the meta device and without other ranks.
 
-A tensor group divides attention heads, hidden units and vocabulary; the ranks that share experts divide these.
-What arrives from other ranks is an empty tensor of the right shape, so that a pass can be counted without running it.
+A tensor group divides attention heads, hidden units and vocabulary; expert parallelism divides the experts.
+Data from other ranks is an empty tensor of the right shape, so that a pass can be counted without running it.
 """
 # B batch  T tokens  D width  E experts  W ranks that share the experts
 
@@ -19,19 +19,19 @@ from dualres.parallel.tensor import LINEARS
 
 
 class Share(NamedTuple):
-    """What a rank has of a model."""
+    """How many ranks share the parts of a model."""
 
     tensor: int = 1  # ranks that divide heads, hidden units, vocabulary and sequence
     experts: int = 1  # W
 
 
 def part_of(size: int, ranks: int) -> int:
-    """What a rank sends in a gather, a scatter or an all-to-all of `size` bytes in all: every part but its own."""
+    """Bytes that a rank sends in a gather, scatter or all-to-all of `size` bytes: every part except its own."""
     return size * (ranks - 1) // ranks
 
 
 class Wire:
-    """A group of ranks: which parameters it divides, and how many bytes a rank sends to the others."""
+    """A group of ranks: the parameters that it divides, and the bytes that each rank sends to the others."""
 
     def __init__(self, ranks: int):
         self.ranks, self.sent = ranks, 0
@@ -41,14 +41,14 @@ class Wire:
         self.divided.update(id(p) for module in modules if module is not None for p in module.parameters())
 
     def carry(self, size: int) -> None:
-        """A gather, a scatter or an all-to-all of `size` bytes in all."""
+        """Count a gather, scatter or all-to-all of `size` bytes."""
         self.sent += part_of(size, self.ranks)
 
 
 class LocalModel(NamedTuple):
-    """The decoder of one rank, on the meta device, and what it sends over."""
+    """The decoder of one rank, on the meta device, and the groups it communicates with."""
 
-    decoder: Decoder  # takes whole sequences of tokens and gives T / tensor states
+    decoder: Decoder  # takes whole sequences of tokens and returns T / tensor states
     tensor: Wire
     experts: Wire
 
@@ -67,10 +67,10 @@ def local_model(model: ModelConfig, residual: ResidualConfig, share: Share) -> L
     decoder = build_decoder(cut if n > 1 else model, residual, device="meta")
     tensor, experts = Wire(n), Wire(share.experts)
 
-    def gathered(module: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return Exchange.apply(given[0], 1, given[0].shape[1] * n, tensor), *given[1:]
+    def gather(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return Exchange.apply(args[0], 1, args[0].shape[1] * n, tensor), *args[1:]
 
-    def scattered(module: nn.Module, given: Any, out: Tensor) -> Tensor:
+    def scatter(module: nn.Module, args: Any, out: Tensor) -> Tensor:
         return Exchange.apply(out, 1, out.shape[1] // n, tensor)
 
     for module in decoder.modules():
@@ -78,28 +78,28 @@ def local_model(model: ModelConfig, residual: ResidualConfig, share: Share) -> L
             module.placement = MetaExperts(tensor, experts)
             for name in module.matrices if share.experts > 1 else ():
                 whole: Tensor = getattr(module, name)
-                own = nn.Parameter(whole[: module.experts // share.experts].detach().clone())
-                setattr(module, name, own)
-                experts.divided.add(id(own))
+                local = nn.Parameter(whole[: module.experts // share.experts].detach().clone())
+                setattr(module, name, local)
+                experts.divided.add(id(local))
         elif n > 1 and type(module) in LINEARS:
             into, out = LINEARS[type(module)]
             tensor.divide(*(module.get_submodule(name) for name in (*into, out)))
-            module.register_forward_pre_hook(gathered)
-            module.register_forward_hook(scattered)
+            module.register_forward_pre_hook(gather)
+            module.register_forward_hook(scatter)
     if n > 1:
         tensor.divide(decoder.vocabulary.table, decoder.vocabulary.output)
-        decoder.vocabulary.table.register_forward_hook(scattered)
+        decoder.vocabulary.table.register_forward_hook(scatter)
     return LocalModel(decoder, tensor, experts)
 
 
 class MetaExperts(LocalExperts):
-    """Expert parallelism without other ranks: as many rows arrive as leave, which is the mean over ranks."""
+    """Expert parallelism without other ranks: as many rows arrive as leave, the mean over ranks."""
 
     def __init__(self, tensor: Wire, experts: Wire):
         self.tensor, self.experts, self.shards = tensor, experts, tensor.ranks
 
     def total(self, assigned: Tensor) -> Tensor:
-        self.tensor.carry(2 * assigned.nbytes)  # a sum is a scatter and a gather
+        self.tensor.carry(2 * assigned.nbytes)  # an all-reduce is a scatter and a gather
         return assigned.clone() if self.shards > 1 else assigned
 
     def apply(self, experts: Experts, rows: Tensor, assigned: Tensor) -> Tensor:
@@ -115,7 +115,7 @@ class MetaExperts(LocalExperts):
 
 
 class Exchange(torch.autograd.Function):
-    """What a collective returns: a new tensor with `size` entries along `dim`; likewise in the backward pass."""
+    """The output of a collective: a new tensor with `size` entries along `dim`; likewise in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, size: int, wire: Wire) -> Tensor:
@@ -138,7 +138,7 @@ def resized(x: Tensor, dim: int, size: int) -> Tensor:
 
 
 class RangeLoss(torch.autograd.Function):
-    """The loss over one rank's range of the vocabulary: gathers the hidden states of the whole sequence for a while."""
+    """The loss over one rank's range of the vocabulary; temporarily gathers the hidden states of the whole sequence."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, rows: int) -> Tensor:

@@ -1,8 +1,8 @@
-"""Memory of one rank by part, for every engine and mesh. The sum is the peak.
+"""Memory of one rank, by part, for every engine and mesh. The parts add up to the peak.
 
-Without a pipeline FSDP2 holds the gathered weights of two blocks and the root's; with one, all weights and gradients of
-a rank's chunks stay gathered through a step, and several micro-batches are in flight. `torch.compile` keeps fewer
-activations; workspaces of kernels, NCCL's buffers and allocator fragmentation are not counted.
+Without a pipeline, FSDP2 holds the gathered weights of two blocks and of the root; with one, all weights and gradients
+of a rank's chunks stay gathered through a step, and several micro-batches are in flight. `torch.compile` keeps fewer
+activations; kernel workspaces, NCCL's buffers and allocator fragmentation are not counted.
 """
 
 from collections.abc import Iterator
@@ -16,17 +16,17 @@ DEEPSPEED_BUCKET, DEEPSPEED_GATHERED = 500_000_000, 1_000_000_000  # elements: i
 
 
 def memory(rank: PipelineRank) -> Memory:
-    """Of a rank with this place in the pipeline."""
+    """Peak memory of a rank at this position in the pipeline."""
     if rank.mesh.pipeline > 1:
         return _pipelined(rank)
     passes, (chunk,) = rank.passes, rank.chunks
-    # What the readout keeps is gone when the blocks run backward.
+    # The readout's activations are freed before the blocks run backward.
     back = max(block.work for block in passes.blocks) - passes.end.kept
     return held_by_engine(rank).plus(chunk.kept)._replace(work=max(passes.end.work, back, 0))
 
 
 def held_by_engine(rank: PipelineRank) -> Memory:
-    """Weights, gradients and optimizer state, with what an engine adds; in a pipeline, without gathered weights."""
+    """Weights, gradients, optimizer state and buffers of the engine; in a pipeline, without gathered weights."""
     config, mesh, width = rank.config, rank.mesh, rank.width
     count = sum(weight.elements for weight in rank.weights)
     if rank.engine == "deepspeed":
@@ -34,23 +34,24 @@ def held_by_engine(rank: PipelineRank) -> Memory:
         return Memory(
             weights=width * (share if stage == 3 else count),
             gathered_weights=width * min(count, DEEPSPEED_GATHERED) if stage == 3 else 0,
-            gradients=width * (share if stage >= 2 else 2 * count),  # of this micro-batch and of those before
+            gradients=width * (share if stage >= 2 else 2 * count),  # of this micro-batch and of earlier ones
             reduced_gradients=width * DEEPSPEED_BUCKET,
             optimizer=3 * FLOAT32 * share,
         )
     sharded = rank.engine == "fsdp2"
-    own = FLOAT32 * (sum(weight.shard(mesh) for weight in rank.weights) if sharded else count)
-    held = Memory(weights=own, gradients=own, optimizer=2 * own + FLOAT32 * len(rank.weights))  # and a count per tensor
+    stored = FLOAT32 * (sum(weight.shard(mesh) for weight in rank.weights) if sharded else count)
+    optimizer = 2 * stored + FLOAT32 * len(rank.weights)  # two moments, and a step count per tensor
+    held = Memory(weights=stored, gradients=stored, optimizer=optimizer)
     if sharded and mesh.pipeline == 1:
         (chunk,) = rank.chunks
         blocks = sorted(map(elements, chunk.units))
         gathered = width * (elements(chunk.root) + sum(blocks[-2:]))
         return held._replace(gathered_weights=gathered, reduced_gradients=FLOAT32 * blocks[-1])
-    return held._replace(reduced_gradients=own) if rank.engine == "ddp" else held
+    return held._replace(reduced_gradients=stored) if rank.engine == "ddp" else held
 
 
-def least_memory(rank: PipelineRank) -> int:
-    """A lower bound, whatever micro-batches keep: in a pipeline, when one chunk has run backward."""
+def minimum_memory(rank: PipelineRank) -> int:
+    """A lower bound that ignores activations: in a pipeline, when one chunk has run backward."""
     held = held_by_engine(rank).total
     if rank.mesh.pipeline == 1:
         return held
@@ -60,9 +61,9 @@ def least_memory(rank: PipelineRank) -> int:
 
 
 def _pipelined(rank: PipelineRank) -> Memory:
-    """With several micro-batches in flight, at the peak of the last one's backward pass."""
+    """Peak memory with several micro-batches in flight: in the backward pass after the fullest moment."""
     chunks, several = rank.chunks, rank.mesh.virtual > 1
-    # PyTorch's interleaved schedule frees what it has sent, states and gradients, when a step ends.
+    # PyTorch's interleaved schedule frees sent states and gradients only at the end of a step.
     sizes = {
         c.number: ChunkBytes(c.kept.total + c.received, c.left, c.sent + c.received if several else 0) for c in chunks
     }
@@ -74,36 +75,36 @@ def _pipelined(rank: PipelineRank) -> Memory:
         held = held.plus(chunk.kept, times)
         moved += chunk.received * times
         moved += size.left * flight.left[chunk.number] + size.done * flight.done[chunk.number]
-    if several:  # the interleaved schedule asks for the next states before it needs them
+    if several:  # the interleaved schedule prefetches the next states
         moved += max(chunk.received for chunk in chunks)
     moments = (held.plus(moment) for moment in _backward_moments(rank, flight))
     return max(moments, key=lambda moment: moment.total)._replace(pipeline=moved)
 
 
 def _backward_moments(rank: PipelineRank, flight: InFlight) -> Iterator[Memory]:
-    """What a micro-batch's backward pass adds and has freed, block by block; gradients of weights are whole.
+    """Memory that a micro-batch's backward pass adds, less what it has freed, block by block; gradients are unsharded.
 
-    Weights that were resharded after the forward pass are gathered again, block by block, and stay.
+    Weights that were resharded after the forward pass are gathered again, block by block, and stay gathered.
     """
-    (chunk,) = (chunk for chunk in rank.chunks if chunk.number == flight.coming)
+    (chunk,) = (chunk for chunk in rank.chunks if chunk.number == flight.next_backward)
     others = [other for other in rank.chunks if other is not chunk]
     blocks, passes = [elements(unit) for unit in chunk.units], rank.passes
     gathered = elements(*(each.root for each in rank.chunks))
     gathered += sum(elements(*other.units) for other in others if other.number in flight.gathered)
     summed = sum(elements(*other.units, other.root) for other in others if other.number in flight.summed)
-    again = chunk.number in flight.summed  # an earlier micro-batch has left its gradients
+    again = chunk.number in flight.summed  # an earlier micro-batch has accumulated gradients
     everything, root = summed + elements(*chunk.units, chunk.root), elements(chunk.root) if chunk.last else 0
     freed = Memory()
     if chunk.last:
-        there = rank.width * (gathered + sum(sorted(blocks)[-2:]))
+        weights = rank.width * (gathered + sum(sorted(blocks)[-2:]))
         whole = FLOAT32 * (everything if again else summed)
-        yield Memory(gathered_weights=there, reduced_gradients=whole, work=passes.end.work)
+        yield Memory(gathered_weights=weights, reduced_gradients=whole, work=passes.end.work)
         freed = passes.end._replace(loss=0, work=0)
     for at in reversed(range(len(blocks))):
-        there = rank.width * (gathered + sum(blocks[max(0, at - 1) :]))  # with the next, which is being gathered
-        # The gradients of its own are in its work.
+        weights = rank.width * (gathered + sum(blocks[max(0, at - 1) :]))  # and the block being gathered next
+        # The block's own gradients are part of its work.
         whole = FLOAT32 * (everything if again else summed + sum(blocks[at + 1 :]) + root)
         part = passes.blocks[chunk.blocks[at]]
-        work = Memory(gathered_weights=there, reduced_gradients=whole, work=part.work)
+        work = Memory(gathered_weights=weights, reduced_gradients=whole, work=part.work)
         yield work.plus(freed, -1)
         freed = freed.plus(part._replace(work=0))

@@ -1,4 +1,4 @@
-"""The paper's parameter tables beside ours, counted on real modules that are built on the meta device."""
+"""The paper's parameter tables compared with counts of the real modules, built on the meta device."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -11,8 +11,8 @@ from dualres.util.tables import table
 
 MILLION, BILLION = 1_000_000, 1_000_000_000
 
-# The tables count a ρ gate for every branch of DAR-Full. One that opens its block has no partial state to transport,
-# so no forward pass would use it, and we build none: L of them, one per layer, each with 2d weights, a bias, a scale.
+# The tables count a ρ gate for every branch of DAR-Full. The first branch of a block has no partial state to transport,
+# so no forward pass would use its gate and we do not build it: one per layer, each with 2d weights, a bias, a scale.
 WITHOUT_UNUSED_RHO = ("dar-full",)
 
 
@@ -29,7 +29,7 @@ class Comparison(NamedTuple):
 
     @property
     def printed(self) -> str:
-        """What our count, the unbuilt parameters included, would look like in the paper's table."""
+        """Our count, including the unbuilt parameters, in the format of the paper's table."""
         return as_printed(self.ours + self.unbuilt, self.unit)
 
     @property
@@ -39,7 +39,7 @@ class Comparison(NamedTuple):
 
 
 def compare() -> list[Comparison]:
-    """All 54 numbers of the two tables, and the difference between DAR and AttnRes that the text gives."""
+    """All 54 numbers of the two tables, and the difference between DAR and AttnRes stated in the text."""
     rows = []
     sparse: dict[str, int] = {}
     for printed_rows, columns, unit in (
@@ -70,7 +70,6 @@ def as_printed(count: int, unit: int) -> str:
 
 
 def as_data(row: Comparison) -> dict[str, Any]:
-    """One comparison for JSON."""
     return {**row._asdict(), "printed": row.printed, "agrees": row.agrees}
 
 
@@ -89,6 +88,6 @@ def as_text(rows: Sequence[Comparison]) -> str:
         f"{table(header, cells)}\n\n"
         f"{agreeing} of {len(rows)} printed numbers agree to the last digit: the 54 of the paper's two parameter\n"
         "tables and the 0.363M of its text. Counted on the real modules, built on the meta device.\n"
-        "not built: DAR-Full cuts a block per layer, so its attention branches open their block and have no partial\n"
+        "not built: DAR-Full has one block per layer, so its attention branches start their block and have no partial\n"
         "state to transport. The paper counts a ρ gate for them too, L(2d+2) parameters that no forward pass uses."
     )

@@ -1,6 +1,6 @@
-"""What a pipeline rank runs in a step, in order: forward and backward passes of its chunks, as PyTorch schedules them.
+"""The forward and backward passes of a pipeline rank's chunks in a step, in the order in which PyTorch schedules them.
 
-1F1B where a rank has one chunk, interleaved 1F1B where it has several. C = P·V chunks; chunk c lies on rank c mod P.
+1F1B if a rank has one chunk, interleaved 1F1B if it has several. C = P·V chunks; chunk c is on rank c mod P.
 """
 
 import functools
@@ -24,7 +24,7 @@ class Gathers(NamedTuple):
     """How often FSDP2 gathers the weights of one chunk in a step."""
 
     blocks: int
-    root: int  # what is in no block: vocabulary, readout, final norm
+    root: int  # parameters outside of blocks: vocabulary, readout, final norm
 
 
 @functools.cache
@@ -33,14 +33,14 @@ def actions(mesh: Mesh, count: int, rank: int) -> tuple[_Action, ...]:
     ranks, virtual, total = mesh.pipeline, mesh.virtual, mesh.virtual * count
     per_round = count // max(1, count // ranks)
     if virtual == 1:
-        warmup = min(count, ranks - rank)  # as many as are in flight when the first comes back
+        warmup = min(count, ranks - rank)  # micro-batches in flight when the first runs backward
     else:
         warmup = min((virtual - 1) * per_round + 2 * (ranks - 1 - rank), total)
-    found: list[_Action] = []
+    order: list[_Action] = []
 
     def add(kind: _ComputationType, step: int) -> None:
         turn = step // per_round % virtual
-        found.append(_Action((turn if kind == FORWARD else virtual - 1 - turn) * ranks + rank, kind))
+        order.append(_Action((turn if kind == FORWARD else virtual - 1 - turn) * ranks + rank, kind))
 
     for step in range(warmup):
         add(FORWARD, step)
@@ -51,32 +51,32 @@ def actions(mesh: Mesh, count: int, rank: int) -> tuple[_Action, ...]:
             add(FORWARD, step + warmup)
         if virtual > 1:
             add(FULL_BACKWARD, step)
-    return tuple(found)
+    return tuple(order)
 
 
 class InFlight(NamedTuple):
-    """What a rank holds at a moment of a step."""
+    """What a rank holds at one moment of a step."""
 
     kept: Counter[int]  # micro-batches of each chunk between forward and backward
     left: Counter[int]  # after backward, with gradients of states that an earlier chunk of the rank still waits for
     done: Counter[int]  # after backward
-    summed: frozenset[int]  # chunks that have run backward: the gradients of their weights are there
-    gathered: frozenset[int]  # chunks that ran backward last and have more to do: their blocks keep their weights
-    coming: int  # the chunk that runs backward next
+    summed: frozenset[int]  # chunks that have run backward and so have gradients of their weights
+    gathered: frozenset[int]  # chunks that ran backward last and will run again: their blocks stay gathered
+    next_backward: int  # the chunk that runs backward next
 
 
 class ChunkBytes(NamedTuple):
-    """What one micro-batch holds in one chunk."""
+    """Bytes of one micro-batch in one chunk."""
 
     kept: int  # between forward and backward
-    left: int  # from then until the rank's chunk before it has gone back
-    done: int  # from then to the end of the step
+    left: int  # after backward, until the rank's previous chunk has run backward
+    done: int  # after backward, until the end of the step
 
 
 def in_flight(order: Sequence[_Action], ranks: int, size_of: Mapping[int, ChunkBytes]) -> InFlight:
-    """The moment at which a rank holds most."""
+    """The moment at which a rank holds the most bytes."""
     held, waiting, done = Counter[int](), Counter[int](), Counter[int]()
-    most = held, waiting, done
+    peak = held, waiting, done
     top = size = moment = 0
     for at, (chunk, kind, *_) in enumerate(order, 1):
         if kind == FORWARD:
@@ -91,10 +91,10 @@ def in_flight(order: Sequence[_Action], ranks: int, size_of: Mapping[int, ChunkB
                 waiting[chunk + ranks] -= 1
                 size -= size_of[chunk + ranks].left
         if size >= top and held.total():
-            top, moment, most = size, at, (held.copy(), waiting.copy(), done.copy())
+            top, moment, peak = size, at, (held.copy(), waiting.copy(), done.copy())
     last, later = dict(action[:2] for action in order[:moment]), {action.stage_index for action in order[moment:]}
     return InFlight(
-        *most,
+        *peak,
         frozenset(chunk for chunk, kind, *_ in order[:moment] if kind == FULL_BACKWARD),
         frozenset(chunk for chunk, kind in last.items() if kind == FULL_BACKWARD and chunk in later),
         next(chunk for chunk, kind, *_ in order[moment:] if kind == FULL_BACKWARD),
@@ -103,9 +103,9 @@ def in_flight(order: Sequence[_Action], ranks: int, size_of: Mapping[int, ChunkB
 
 @functools.cache
 def gathers(mesh: Mesh, count: int, chunk: int) -> Gathers:
-    """Of a chunk: blocks reshard their weights after a forward pass, not after a backward pass; the root keeps its own.
+    """Gathers of a chunk: blocks reshard after a forward pass, not after a backward pass; the root stays gathered.
 
-    For a rank of several chunks, PyTorch also prefetches weights and reshards those of chunks that are not next.
+    If a rank has several chunks, PyTorch also prefetches weights and reshards those of chunks that are not next.
     """
     order = actions(mesh, count, chunk % mesh.pipeline)
     blocks = root = 0

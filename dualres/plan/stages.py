@@ -1,6 +1,6 @@
-"""One pipeline rank of a mesh: its chunks of blocks, their weights as FSDP2 holds them, what arrives and what leaves.
+"""One pipeline rank of a mesh: its chunks of blocks, their weights as FSDP2 shards them, and what it exchanges.
 
-FSDP2 gathers a residual block at a time; what is in no block is the root's: vocabulary, readout and final norm.
+FSDP2 gathers one residual block at a time; parameters outside of blocks (vocabulary, readout, norm) are the root's.
 """
 # J streams  P pipeline ranks  V chunks of a rank
 
@@ -22,17 +22,17 @@ class Weight(NamedTuple):
     """One parameter on a rank, before FSDP2 shards it."""
 
     shape: tuple[int, ...]
-    expert: bool  # of an expert that other ranks do not have: sharded over fewer ranks
-    whole: bool  # on every rank of a tensor group
+    expert: bool  # belongs to experts that are divided over ranks, so it is sharded over fewer
+    whole: bool  # replicated on every rank of a tensor group
     vocabulary: bool
-    uneven: bool  # a range of a vocabulary that a tensor group does not divide
+    uneven: bool  # a range of a vocabulary whose size the tensor group does not divide
 
     def ranks(self, mesh: Mesh) -> int:
-        """How many ranks FSDP2 shards it over."""
+        """Number of ranks that FSDP2 shards it over."""
         return mesh.rest if self.expert else mesh.data
 
     def shard(self, mesh: Mesh) -> int:
-        """Elements on a rank, padded; no rank has more than the first."""
+        """Elements on the first rank, which has the most, with padding."""
         n = self.ranks(mesh)
         along = 1 if self.uneven or (self.expert and self.shape[1] % n == 0) else 0
         return -(-self.shape[along] // n) * (self.elements // self.shape[along])
@@ -54,8 +54,8 @@ class ModelUnits(NamedTuple):
 
     blocks: tuple[Unit, ...]
     embedding: Unit
-    output: Unit  # the same where they are tied
-    readout: Unit  # and the final norm
+    output: Unit  # the embedding if they are tied
+    readout: Unit  # with the final norm
 
 
 @functools.cache
@@ -80,16 +80,16 @@ def model_units(model: ModelConfig, residual: ResidualConfig, share: Share) -> M
 
 
 class PlannedChunk(NamedTuple):
-    """Consecutive blocks on a pipeline rank; the whole model where there is no pipeline."""
+    """Consecutive blocks on a pipeline rank; without a pipeline, the whole model."""
 
     number: int
     blocks: range
-    first: bool  # it embeds
-    last: bool  # it reads out and computes the loss
-    received: int  # bytes of the states that a micro-batch brings, and of the gradients that it sends back
-    sent: int  # bytes of the states that leave, and of the gradients that come back
+    first: bool  # has the embedding
+    last: bool  # has the readout and the loss
+    received: int  # bytes of a micro-batch: states received, and gradients sent back
+    sent: int  # bytes of a micro-batch: states sent, and gradients received back
     left: int  # bytes of the gradients of cached states that a micro-batch leaves for an earlier chunk of the rank
-    units: tuple[Unit, ...]  # of its blocks
+    units: tuple[Unit, ...]  # one per block
     root: Unit
     passes: Passes
 
@@ -99,21 +99,21 @@ class PlannedChunk(NamedTuple):
 
     @property
     def kept(self) -> Memory:
-        """What a micro-batch keeps here for its backward pass, without what it has received."""
+        """Memory that a micro-batch keeps here for its backward pass, without received states."""
         passes = self.passes
         parts = [Memory(activations=passes.shared), *(passes.blocks[b] for b in self.blocks)]
         parts += [passes.start] if self.first else []
         parts += [passes.end] if self.last else []
         if passes.streams > 1 and passes.keeps_history:
-            if not self.first:  # H_0 came as one stream
+            if not self.first:  # H_0 arrives as one stream
                 parts.append(Memory(history=passes.state))
-            elif not self.last:  # and leaves so
+            elif not self.last:  # and leaves as one
                 parts.append(Memory(history=passes.stream))
         return functools.reduce(Memory.plus, parts)._replace(work=0)
 
 
 class PipelineRank(NamedTuple):
-    """The first rank with its place in the pipeline, and all that a plan knows of it."""
+    """The first rank at one position of the pipeline, with everything a plan needs to know."""
 
     config: Config
     engine: str
@@ -144,14 +144,14 @@ class PipelineRank(NamedTuple):
 def pipeline_ranks(
     config: Config, engine: str, mesh: Mesh, passes: Passes, *, resend: bool = False
 ) -> list[PipelineRank]:
-    """All places in the pipeline; `resend` is one in which no rank keeps anything, for comparison."""
+    """All positions of the pipeline; `resend`, for comparison: no rank caches states, so all are sent again."""
     sizes = chunk_sizes(config, mesh)
     crossing = boundaries(sizes, mesh.pipeline, keeps_history=passes.keeps_history, resend=resend)
     nothing = Boundary((), ())
     model = model_units(config.model, config.residual, Share(mesh.tensor, mesh.expert_ranks))
 
     def size(states: tuple[int, ...]) -> int:
-        """H_0 as one stream, others as J."""
+        """Bytes of states: H_0 is one stream, the others J."""
         return sum(passes.stream if state == 0 else passes.state for state in states)
 
     chunks, start = [], 0

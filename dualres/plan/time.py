@@ -1,10 +1,10 @@
-"""Seconds of a training step from stated peaks and bandwidths, to compare meshes with.
+"""Seconds of a training step, from nominal peaks and bandwidths, for comparing meshes.
 
     step = (micro-batches + (P−1)/V) · (products + pathways + tensor + experts + sends) + exposed sharding
            + gradients once a step + optimizer
 
-of the slowest pipeline rank. Collectives of tensor groups and experts and sends between stages are exposed; FSDP2's
-overlap with the products as far as these last.
+on the slowest pipeline rank. Collectives of tensor groups and experts and sends between stages are exposed; FSDP2's
+overlap with the products.
 """
 
 import functools
@@ -29,18 +29,18 @@ from dualres.plan.hardware import Hardware
 from dualres.plan.stages import PipelineRank, PlannedChunk
 from dualres.residual.pathway import History
 
-UPDATE_BYTES = 36  # per weight: AdamW reads four numbers and writes three, clipping reads and writes one
+UPDATE_BYTES = 36  # per weight: AdamW reads four numbers and writes three, clipping reads one and writes one
 
 
 class StepSeconds(NamedTuple):
     """Seconds of one step, on the slowest pipeline rank."""
 
     products: float  # matrix products and attention
-    pathways: float  # residual streams through the GPU's memory
+    pathways: float  # memory traffic of residual streams
     tensor: float
     experts: float
     pipeline: float  # sends between stages
-    bubble: float  # a stage waits for the first and the last micro-batches
+    bubble: float  # stages idle during the first and the last micro-batches
     sharding: float  # FSDP2's gathers and scatters that do not overlap with products
     update: float  # sums of shared gradients, clipping, AdamW
 
@@ -50,12 +50,12 @@ class StepSeconds(NamedTuple):
 
 
 class TokenCost(NamedTuple):
-    """What a model computes and moves per token."""
+    """Computation and memory traffic of a model per token."""
 
     flops: Flops  # forward
-    branches: tuple[int, ...]  # of each block
+    branches: tuple[int, ...]  # in each block
     elements: tuple[float, ...]  # of streams that each block's pathway and the readout move, forward and backward
-    forward: float  # share of these in the forward pass
+    forward: float  # fraction of these in the forward pass
     streams: int
     keeps_history: bool
 
@@ -76,24 +76,24 @@ def token_cost(model: ModelConfig, residual: ResidualConfig) -> TokenCost:
 
 
 def _pathway_rows(model: ModelConfig, residual: ResidualConfig) -> list[int]:
-    """What every block's pathway and the readout read and write of streams in a forward pass, per token."""
+    """Stream rows that each block's pathway and the readout read and write in a forward pass, per token."""
     row = 1, TOKENS_OF_TRAFFIC, model.width
-    found: list[int] = []
+    rows: list[int] = []
     stack = build_decoder(model, residual, device="meta").stack
     with dispatch.for_shapes(), FakeTensorMode(allow_non_fake_inputs=True):
         stack.to_empty(device="cpu")
         history: History = (torch.empty(stack.streams, *row),)
         for block in stack:
-            with StreamTraffic(row) as moved:
+            with StreamTraffic(row) as traffic:
                 history = pathway_alone(block, history)
-            found.append(moved.rows)
-        with StreamTraffic(row) as moved:
+            rows.append(traffic.rows)
+        with StreamTraffic(row) as traffic:
             stack.readout(*history)
-    return [*found, moved.rows]
+    return [*rows, traffic.rows]
 
 
 def step_seconds(ranks: list[PipelineRank], hardware: Hardware) -> StepSeconds:
-    """Of the pipeline rank that takes longest."""
+    """Step time of the slowest pipeline rank."""
     return max((_rank_seconds(rank, hardware) for rank in ranks), key=lambda seconds: seconds.total)
 
 
@@ -131,7 +131,7 @@ def _rank_seconds(rank: PipelineRank, hardware: Hardware) -> StepSeconds:
 
 
 def _work(rank: PipelineRank, chunk: PlannedChunk) -> tuple[float, float]:
-    """Flops and elements of streams of one micro-batch, forward, backward and recomputed."""
+    """Flops and stream elements of one micro-batch: forward, backward and recomputation."""
     config, train = rank.config, rank.config.train
     cost = token_cost(config.model, config.residual)
     flops, again = cost.flops, train.recompute == "full"

@@ -21,11 +21,11 @@ OFF_DIAGONAL = -8.0  # 0 would average the streams at every branch and cripple t
 class HyperOptions(Options):
     """The streams of mHC and their gates."""
 
-    streams: Annotated[int, Bounds(least=1, most=64)] = 4  # a token's mixing matrix is streams × streams
+    streams: Annotated[int, Bounds(minimum=1, maximum=64)] = 4  # a token's mixing matrix is streams × streams
     """residual streams, n"""
     gate_scale: float = 0.01
     """initial scale of the gates' input-dependent part; 0 starts as the standard Transformer"""
-    sinkhorn_steps: Annotated[int, Bounds(least=1, most=1000)] = 20
+    sinkhorn_steps: Annotated[int, Bounds(minimum=1, maximum=1000)] = 20
     """Sinkhorn iterations, each a scaling of columns and rows"""
 
 

@@ -55,7 +55,7 @@ def test_the_papers_large_models(
     for number in count:
         assert f"{number:,}" in text
     assert f"{4096 * batch:,} in {batch} sequences of 4,096: {ranks} ranks × 16 micro-batches of 2" in text
-    assert f"{steps:,}, {steps * 4096 * batch:,} tokens in all" in text
+    assert f"{steps:,}, {steps * 4096 * batch:,} tokens in total" in text
     assert "0.0003 at step 2,000 after 2,000 of warmup, cosine decay to 3e-05" in text
     for step in (1, 1000, 2000, steps):
         assert f"{step:,}: {learning_rate(step - 1, steps, config.train):.3e}" in text

@@ -127,7 +127,7 @@ def test_what_does_not_fit(capsys: pytest.CaptureFixture[str]):
     code, made = plan_of(capsys, "nano", "standard", "--gpus", "4", "--gpu-memory", "0.01", *CHECKED)
     assert (code, made["fits"]) == (1, False)
     assert main(["plan", "nano", "standard", "--gpus", "2", "--gpu-memory", "0.001"]) == 2
-    assert "fits 90% of 0.001 GiB on no mesh of 2 GPUs: the smallest" in capsys.readouterr().err
+    assert "does not fit 90% of 0.001 GiB on any mesh of 2 GPUs: the smallest" in capsys.readouterr().err
 
 
 REFUSED = {
