@@ -4,7 +4,7 @@
            + gradients once a step + optimizer
 
 on the slowest pipeline rank. Collectives of tensor groups and experts and sends between stages are exposed; FSDP2's
-overlap with the products.
+are exposed only as far as they take longer than the products.
 """
 
 import functools

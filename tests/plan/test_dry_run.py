@@ -274,7 +274,7 @@ def test_what_to_change_when_it_does_not_fit(elsewhere: Path, capsys: pytest.Cap
         (0.999 * full, "problem", "use train.micro_batch=1 with train.recompute=full, "),
         (0.999 * one, "problem", "use train.micro_batch=1 with train.recompute=full and 2 GPUs, "),
         (0.999 * two, "problem", "use train.micro_batch=1 with train.recompute=full and 4 GPUs, "),
-        (0.5 * four, "problem", "no sharding, recomputation, micro-batch or number of GPUs"),
+        (0.5 * four, "problem", "no sharding, recomputation or micro-batch is enough"),
     ):
         code, made = plan_of(*tiny("--gpu-memory", repr(limit), **DEEP), capsys=capsys)
         found, text = checks_of(made)["memory"]
