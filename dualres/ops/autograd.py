@@ -134,11 +134,10 @@ class Operator(ABC):
         saved = _map_tensors(lambda *_: next(tensors), ctx.others)
         incoming = self.incoming(saved, gradients)
         found = iter(self.backward(*incoming, *saved))
-
-        def taken(like: Any) -> Any:
-            return [taken(one) for one in like] if isinstance(like, list) else None if like is None else next(found)
-
-        return tuple(taken(like) for like in self._likes(saved, incoming))
+        return tuple(
+            [next(found) for _ in like] if isinstance(like, list) else None if like is None else next(found)
+            for like in self._likes(saved, incoming)
+        )
 
 
 def _schema(arguments: Any) -> str:
@@ -155,13 +154,14 @@ def _first(values: Sequence[Any]) -> Tensor:
 
 def _map_tensors(function: Callable[[str, Any], Any], given: Any) -> Any:
     """`given` with function(name, tensor) in place of each tensor, and of each None where a tensor is absent."""
+    return type(given)(*(_mapped(function, name, value) for name, value in zip(given._fields, given, strict=True)))
 
-    def mapped(name: str, value: Any) -> Any:
-        if isinstance(value, list):
-            return [mapped(name, one) for one in value]
-        return function(name, value) if value is None or isinstance(value, Tensor) else value
 
-    return type(given)(*map(mapped, given._fields, given))
+def _mapped(function: Callable[[str, Any], Any], name: str, value: Any) -> Any:
+    # A function of its own, not a closure: one that calls itself is a cycle, and keeps its tensors until the next GC.
+    if isinstance(value, list):
+        return [_mapped(function, name, one) for one in value]
+    return function(name, value) if value is None or isinstance(value, Tensor) else value
 
 
 def _for_kernel(name: str, tensor: Tensor | None) -> Tensor | None:

@@ -111,9 +111,9 @@ def test_the_size_follows_the_memory(monkeypatch: pytest.MonkeyPatch):
 def test_no_more_than_is_useful(monkeypatch: pytest.MonkeyPatch, device: str, context: int, rows: int):
     with_free(monkeypatch, 2**50)
     model = tiny_model()
+    weight = SimpleNamespace(device=torch.device(device), dtype=torch.float32)
     network = SimpleNamespace(
-        device=torch.device(device),
-        dtype=torch.float32,
+        parameters=lambda: iter([weight]),
         config=model.network.config,
         get_input_embeddings=model.network.get_input_embeddings,
         get_output_embeddings=model.network.get_output_embeddings,

@@ -1,6 +1,8 @@
 """The kernels, CPU and Triton in its interpreter: every operator and every gradient against the float64 reference."""
 
+import gc
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dualres import ops
+from dualres.model.block import residual_stack
 from dualres.ops import GateParameters, Live, Norm, Prefix, dispatch, reference
 from dualres.residual import route
 from tests.small import relative_error
@@ -272,3 +275,21 @@ def test_write(kind: str, streams: int, count: int, learned: bool, dtype: str):
     else:
         exact = lambda *u: [reference.write(Live(u, coefficients.double()))]  # noqa: E731
         compare(lambda *u: [ops.write(Live(u, coefficients))], exact, updates, DTYPES[dtype])
+
+
+@pytest.mark.parametrize("residual", ["attnres-block", "dar-block", "mhc"])
+def test_tensors_go_when_they_are_done(residual: str):
+    """At once, not at the next garbage collection: no operator leaves a reference cycle around its tensors."""
+    branches = [torch.nn.Linear(8, 8) for _ in range(4)]
+    stack, given = residual_stack(branches, 8, residual), torch.randn(2, 3, 8, requires_grad=True)
+    stack(given).sum().backward()  # kernels are compiled
+    updates: list[weakref.ref[Tensor]] = []
+    for branch in branches:
+        branch.register_forward_hook(lambda module, inputs, output: updates.append(weakref.ref(output)))
+    gc.collect()
+    gc.disable()
+    try:
+        stack(given).sum().backward()
+        assert [update() for update in updates] == [None] * len(branches)
+    finally:
+        gc.enable()
