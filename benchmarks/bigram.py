@@ -2,9 +2,9 @@
 
     python benchmarks/bigram.py data/novels --tokens 2000000 --validation-tokens 200000
 
-p(w | v) = λ_v · c(v,w)/c(v) + (1 − λ_v) · p(w), with λ_v = c(v) / (c(v) + κ · number of words seen after v) as Witten
-and Bell weigh it, and p(w) the add-one unigram. κ is the one that is best on the held-out tokens themselves, which
-favors the bigram model. Counts are of the same sequences that a run of that many tokens and that seed sees.
+p(w | v) = λ_v · c(v,w)/c(v) + (1 − λ_v) · p(w), with λ_v = c(v) / (c(v) + κ · number of words seen after v) after
+Witten and Bell, and p(w) the add-one unigram. κ is the best on the held-out tokens themselves, which favors the bigram
+model. Counts come from the same sequences that a run with this number of tokens and this seed sees.
 """
 
 import argparse
@@ -21,7 +21,7 @@ KAPPAS = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 
 
 def sequences(data: Path, split: str, context: int, tokens: int, seed: int | None) -> NDArray[np.int64]:
-    """The sequences that training or validation of so many tokens reads. -> (N,T+1)"""
+    """The sequences that training or validation on this number of tokens reads. -> (N,T+1)"""
     loader = Loader(data, read_index(data), "train" if split == "train" else "validation", context, seed)
     count = tokens // context if split == "train" else min(loader.windows, tokens // context)
     return loader.batch(0, count).numpy()
@@ -47,26 +47,26 @@ def bigram_loss(train: NDArray[np.int64], held_out: NDArray[np.int64], vocab_siz
 
 
 def main() -> None:
-    """Print the loss on the tokens that a run sees, and on all there are."""
+    """Print the loss after counting the tokens that a run sees, and after counting all of them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("data", type=Path, help="a folder that `dualres prepare` made")
-    parser.add_argument("--tokens", type=int, required=True, help="that the run trains on")
+    parser.add_argument("data", type=Path, help="a folder written by `dualres prepare`")
+    parser.add_argument("--tokens", type=int, required=True, help="training tokens of the run")
     parser.add_argument("--validation-tokens", type=int, default=200_000)
     parser.add_argument("--context", type=int, default=256)
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--json", action="store_true")
-    given = parser.parse_args()
-    index = read_index(given.data)
-    held_out = sequences(given.data, "validation", given.context, given.validation_tokens, None)
-    found = {}
-    for name, tokens, seed in (("same", given.tokens, given.seed), ("all", index.tokens("train"), None)):
-        train = sequences(given.data, "train", given.context, min(tokens, index.tokens("train") - 1), seed)
+    args = parser.parse_args()
+    index = read_index(args.data)
+    held_out = sequences(args.data, "validation", args.context, args.validation_tokens, None)
+    rows = {}
+    for name, tokens, seed in (("same", args.tokens, args.seed), ("all", index.tokens("train"), None)):
+        train = sequences(args.data, "train", args.context, min(tokens, index.tokens("train") - 1), seed)
         loss, kappa = bigram_loss(train, held_out, index.vocab_size)
-        found[name] = {"train_tokens": int(train[:, 1:].size), "loss": loss, "kappa": kappa}
-    if given.json:
-        print(json.dumps({"validation_tokens": int(held_out[:, 1:].size), **found}))
+        rows[name] = {"train_tokens": int(train[:, 1:].size), "loss": loss, "kappa": kappa}
+    if args.json:
+        print(json.dumps({"validation_tokens": int(held_out[:, 1:].size), **rows}))
     else:
-        for row in found.values():
+        for row in rows.values():
             print(f"interpolated bigram, {row['train_tokens']:>11,} tokens: {row['loss']:.4f} nats (κ {row['kappa']})")
 
 

@@ -1,11 +1,11 @@
-"""Would C++ be faster than numba on a CPU? The prefix of DAR, written in both, in turns. It needs a C++ compiler.
+"""Would C++ be faster than numba on a CPU? Times the prefix of DAR in both, interleaved. Needs a C++ compiler.
 
     python benchmarks/cpp_or_numba.py                # 2048 tokens, width 640, nine states, float32, one thread
     python benchmarks/cpp_or_numba.py --threads 2 --json
 
-The C++ is as `dualres/ops/cpu/prefix.py` is, a token at a time, its rows copied side by side, OpenMP over tokens,
-but for what was tuned since: it asks for no rows in advance and makes no two sums in one pass.
-Freed memory stays with the process, so that nobody waits for the system to clear new pages.
+The C++ follows `dualres/ops/cpu/prefix.py`: one token at a time, its rows copied side by side, OpenMP over tokens.
+It lacks later tuning: it does not prefetch rows, nor compute two sums in one pass.
+Freed memory stays with the process, so that no time is spent on page faults.
 """
 
 import argparse
@@ -184,7 +184,7 @@ def main() -> None:
 
 
 def check(first: tuple[Any, Any], second: tuple[Any, Any]) -> None:
-    """Both compute the same."""
+    """Check that both compute the same."""
     for a, b in zip([*first[0], *first[1]()], [*second[0], *second[1]()], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 

@@ -1,4 +1,4 @@
-"""How should DAR start? Trains small models from several gate scales and ρ biases, on the text every Python carries.
+"""How to initialize DAR? Trains small models from several gate scales and ρ biases, on text that comes with Python.
 
     python benchmarks/dar_start.py --steps 200 --seeds 2
 
@@ -24,7 +24,7 @@ from dualres.model.decoder import Decoder, build_decoder
 from dualres.residual.registry import METHODS
 from dualres.util.tables import table
 
-BATCH, HELD_OUT = 8, 128  # sequences per step, and of the validation set
+BATCH, HELD_OUT = 8, 128  # sequences per step, and in the validation set
 
 
 def main() -> None:

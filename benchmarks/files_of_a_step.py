@@ -3,7 +3,7 @@
     python benchmarks/files_of_a_step.py                  # nano × dar-block on the CPU, as `dualres train` runs it
     python benchmarks/files_of_a_step.py --residual mhc-4 --frames
 
-Trains a few steps and watches the last one with `sys.setprofile`. `--frames` lists the frames too.
+Trains a few steps and profiles the last one with `sys.setprofile`. `--frames` also lists the frames.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from dualres.util.progress import Progress
 
 PACKAGE = Path(dualres.__file__).parent
 KERNELS = str(PACKAGE / "ops" / "cpu")
-STEPS = 4  # the last is watched
+STEPS = 4  # the last one is profiled
 
 
 class Watch(Progress):
@@ -79,7 +79,7 @@ def main() -> None:
     print(f"{len(watch.files)} files of dualres in one step of {arguments.residual}")
     for name, frames in watch.kernels.items():
         ours = [code for code in frames if code.co_filename.startswith(str(PACKAGE))]
-        print(f"{len(ours)} frames of dualres ({len(frames)} in all) from ResidualBlock.forward to {name}")
+        print(f"{len(ours)} frames of dualres ({len(frames)} in total) from ResidualBlock.forward to {name}")
         if arguments.frames:
             print("\n".join(f"    {'/'.join(Path(code.co_filename).parts[-3:])}:{code.co_name}" for code in frames))
 

@@ -1,8 +1,8 @@
-"""How long `import dualres` takes beside `import torch`, and the command line until it answers.
+"""How long `import dualres` takes compared with `import torch`, and how long the command line takes to respond.
 
     python benchmarks/import_time.py [--rounds 5]
 
-Every round starts a fresh process per row, one after another, so that a busy moment of the machine hits them all. CPU
+Every round starts a fresh process per row, one after another, so that load on the machine affects all rows. CPU
 seconds of the process, median over rounds; the ratio is to `import torch` of the same round.
 """
 

@@ -1,4 +1,4 @@
-"""What does the loader cost? Its time for the batch of one step against the step itself, as `dualres train` runs it.
+"""What does the loader cost? Compares its time for the batch of one step with the step itself, as in `dualres train`.
 
     python benchmarks/loader.py                        # nano × standard, on Python's standard library
     python benchmarks/loader.py --data data/fineweb --residual dar-block --json
@@ -47,23 +47,23 @@ def main() -> None:
             prepare(Settings(PYTHON, f"bpe:{config.model.vocab_size}"), data)
         loading, training = measure(config, data, arguments.steps)
     shares = [100 * load / (load + train) for load, train in zip(loading, training, strict=True)]
-    found = {"loader, ms": loading, "step, ms": training, "share, %": shares}
+    columns = {"loader, ms": loading, "step, ms": training, "share, %": shares}
     threads, load = torch.get_num_threads(), os.getloadavg()[0]
     if arguments.json:
         print(
             json.dumps(
-                {"scale": arguments.scale, "residual": arguments.residual, "threads": threads, "load": load} | found
+                {"scale": arguments.scale, "residual": arguments.residual, "threads": threads, "load": load} | columns
             )
         )
         return
     batch = f"{config.train.global_batch} × {config.model.context} tokens"
     print(f"{arguments.scale} × {arguments.residual}, {batch}, {threads} threads, load {load:.1f}")
-    rows = [[name, *spread(values)] for name, values in found.items()]
+    rows = [[name, *spread(values)] for name, values in columns.items()]
     print(table([f"{arguments.steps} steps", "median", "min", "max"], rows))
 
 
 def measure(config: Config, data: Path, steps: int) -> tuple[list[float], list[float]]:
-    """Milliseconds of every step: its batches, and the training on them."""
+    """Milliseconds of every step: for loading its batches, and for training on them."""
     train = config.train
     index = read_index(data)
     loader = Loader(data, index, "train", config.model.context, train.seed)
@@ -86,7 +86,7 @@ def measure(config: Config, data: Path, steps: int) -> tuple[list[float], list[f
 
 
 def spread(values: Sequence[float]) -> list[str]:
-    """Median, least and most."""
+    """Median, minimum and maximum."""
     return [f"{value:.3f}" for value in (statistics.median(values), min(values), max(values))]
 
 

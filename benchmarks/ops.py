@@ -1,13 +1,13 @@
-"""Each fused operator, forward and backward: beside the equations, the paper's pseudocode and the memory's speed.
+"""Compares each fused operator, forward and backward, with the equations, the paper's pseudocode and memory bandwidth.
 
     python benchmarks/ops.py                         # 2048 tokens, width 640, nine states, float32, one thread
     python benchmarks/ops.py --threads 2 --dtype bf16 --json
 
 The limit is the bytes that must move (every input row read once, every output row written once) divided by the
-bandwidth that adding two states of the same size into a third reaches in the same round. All contenders take turns
+bandwidth that adding two states of the same size into a third reaches in the same round. All implementations take turns
 within a round, and a ratio compares the times of one round; the spread is from the lowest to the highest. "kept" is
-what the operator keeps for its backward pass beside its inputs. Freed memory stays with the process, so that nobody
-waits for the system to clear new pages.
+what the operator keeps for its backward pass besides its inputs. Freed memory stays with the process, so that no time
+is spent on page faults.
 """
 
 import argparse
@@ -30,12 +30,12 @@ from dualres.util.amx import avoid_hidden_tiles
 from dualres.util.tables import table
 
 EPS = 1e-6
-WARM_UP = 3  # rounds in which kernels are compiled and the heap finds its size
+WARM_UP = 3  # rounds in which kernels compile and the heap reaches its size
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Case(NamedTuple):
-    """One operator with its inputs: how it is called fused, as equations, and as in the paper, if there it is."""
+    """One operator with its inputs: fused, as equations, and as in the paper if the paper has it."""
 
     inputs: list[Tensor]
     fused: Callable[..., Sequence[Tensor]]
@@ -48,7 +48,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--width", type=int, default=640)
-    parser.add_argument("--states", type=int, default=9, help="of the history")
+    parser.add_argument("--states", type=int, default=9, help="states of the history")
     parser.add_argument("--dtype", choices=DTYPES, default="fp32")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=9)
@@ -83,7 +83,7 @@ def main() -> None:
 
 
 def retrieval_of_the_paper(history: Sequence[Tensor], queries: Tensor) -> list[Tensor]:
-    """The pseudocode of DAR: keys normalized, stacked and scored, values stacked and weighed, one query at a time."""
+    """The pseudocode of DAR: keys normalized, stacked and scored, values stacked and weighted, one query at a time."""
     found = []
     for query in queries:
         for j in range(2):
@@ -189,7 +189,7 @@ CASES: dict[str, Callable[[int, int, int, torch.dtype, str], Case]] = {
 
 
 def measure(case: Case, rounds: int) -> dict[str, Any]:
-    """Milliseconds of each way, forward and backward, round by round; the limits; what is kept."""
+    """Milliseconds of each implementation, forward and backward, by round; the limits; what is kept."""
     inputs = [x.detach().requires_grad_() for x in case.inputs]
     ways = {"fused": case.fused, "equations": case.equations, "pseudocode": case.pseudocode}
     present = {name: way for name, way in ways.items() if way is not None}
@@ -229,7 +229,7 @@ def measure(case: Case, rounds: int) -> dict[str, Any]:
 
 
 def kept(way: Callable[..., Sequence[Tensor]], inputs: list[Tensor]) -> int:
-    """Bytes that a way keeps for its backward pass and was not given."""
+    """Bytes that an implementation keeps for its backward pass besides its inputs."""
     given = {x.untyped_storage().data_ptr() for x in inputs}
     held: dict[int, int] = {}
 
@@ -244,14 +244,14 @@ def kept(way: Callable[..., Sequence[Tensor]], inputs: list[Tensor]) -> int:
 
 
 def clock() -> float:
-    """Now, when the device is done."""
+    """The time after the device has finished."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
 def both(times: dict[str, Any]) -> list[float]:
-    """Forward and backward together, round by round."""
+    """Forward plus backward, by round."""
     return [f + b for f, b in zip(times["forward"], times["backward"], strict=True)]
 
 
@@ -261,13 +261,13 @@ def milliseconds(times: dict[str, Any]) -> list[str]:
 
 
 def spread(times: list[float], unit: list[float], digits: int) -> str:
-    """The ratios of rounds: their median, the lowest and the highest."""
+    """Median, lowest and highest ratio over rounds."""
     ratios = [own / one for own, one in zip(times, unit, strict=True)]
     return f"{statistics.median(ratios):.{digits}f} ({min(ratios):.{digits}f}–{max(ratios):.{digits}f})"
 
 
 def as_table(found: dict[str, Any]) -> str:
-    """One row per operator and way."""
+    """One row per operator and implementation."""
     rows = []
     for name, row in found.items():
         fused, limit = both(row["fused"]), both(row["limit"])

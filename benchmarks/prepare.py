@@ -1,10 +1,10 @@
-"""Is preparing limited by the tokenizer? `prepare` against the batch encoding of `tokenizers`, same text and cores.
+"""Is preparation limited by the tokenizer? Compares `prepare` with `tokenizers`' batch encoding, same text and cores.
 
     python benchmarks/prepare.py                       # Python's standard library, a BPE of 4,096 entries
     python benchmarks/prepare.py corpus.jsonl --tokenizer tokenizer.json --json
 
-Each round runs both, in changing order. `prepare` reads the file, tokenizes, and writes checked shards to the disk;
-`tokenizers` only encodes documents that are in memory already. Prints MB of UTF-8 text per second, the ratio of each
+Each round runs both, in alternating order. `prepare` reads the file, tokenizes, and writes checked shards to the disk;
+`tokenizers` only encodes documents that are already in memory. Prints MB of UTF-8 text per second, the ratio of each
 round, and the same ratio by processor time, which other work on the machine disturbs less.
 """
 
@@ -28,7 +28,7 @@ TOGETHER = 1000  # documents in one call of encode_batch_fast
 
 
 class Seconds(NamedTuple):
-    """By the clock, and of all cores together."""
+    """Wall-clock time, and CPU time of all cores."""
 
     wall: float
     processor: float
@@ -38,7 +38,7 @@ def main() -> None:
     """Measure, then print a table or JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", nargs="?", default=PYTHON, help="text, JSONL or Parquet (default: python)")
-    parser.add_argument("--tokenizer", type=Path, help=f"a tokenizer.json (default: a BPE of {ENTRIES} of the source)")
+    parser.add_argument("--tokenizer", type=Path, help=f"a tokenizer.json (default: a BPE of {ENTRIES} entries)")
     parser.add_argument("--field", default="text")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", action="store_true")
@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def measure(texts: Sequence[str], folder: Path, arguments: argparse.Namespace) -> dict[str, list[Seconds]]:
-    """Of each round, `prepare` first."""
+    """Times of each round, `prepare` first."""
     source, path = arguments.source, arguments.tokenizer
     if source == PYTHON:
         source = str(folder / "python.jsonl")
@@ -95,12 +95,12 @@ def measure(texts: Sequence[str], folder: Path, arguments: argparse.Namespace) -
 
 
 def now() -> Seconds:
-    """Since some moment."""
+    """The current wall-clock and CPU time."""
     return Seconds(time.perf_counter(), time.process_time())
 
 
 def spread(values: Sequence[float]) -> list[str]:
-    """Median, least and most."""
+    """Median, minimum and maximum."""
     return [f"{value:.2f}" for value in (statistics.median(values), min(values), max(values))]
 
 

@@ -1,10 +1,10 @@
-"""Does training wait for a checkpoint? What a save costs a loop that waits for it, and this one, which does not.
+"""Does training wait for a checkpoint? Compares saves that block the loop with ours, which run in the background.
 
     python benchmarks/save.py                          # nano × standard
     python benchmarks/save.py --scale micro --residual dar-block --rounds 5 --json
 
-A round is a step, a save that is waited for, and a save with the next step beside it. The pause is what `save` holds
-the loop up for: the copy of model and optimizer. On a CPU the step also shares its cores with the writing.
+A round is a step, a blocking save, and a save during the next step. The pause is the time for which `save` blocks the
+loop: the copy of model and optimizer. On a CPU, the step also shares its cores with the writer.
 """
 
 import argparse
@@ -39,16 +39,16 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     with join_world() as world, tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-        found = measure(arguments.scale, arguments.residual, arguments.rounds, Path(folder), world)
+        times = measure(arguments.scale, arguments.residual, arguments.rounds, Path(folder), world)
     if arguments.json:
         print(
-            json.dumps({"scale": arguments.scale, "residual": arguments.residual, "load": os.getloadavg()[0]} | found)
+            json.dumps({"scale": arguments.scale, "residual": arguments.residual, "load": os.getloadavg()[0]} | times)
         )
         return
     print(f"{arguments.scale} × {arguments.residual}, {torch.get_num_threads()} threads, load {os.getloadavg()[0]:.1f}")
     rows = [
         [name, *(f"{value:.1f}" for value in (statistics.median(values), min(values), max(values)))]
-        for name, values in found.items()
+        for name, values in times.items()
     ]
     print(table([f"milliseconds, {arguments.rounds} rounds", "median", "min", "max"], rows))
 
@@ -76,19 +76,19 @@ def measure(scale: str, residual: str, rounds: int, folder: Path, world: World) 
 
     for _ in range(WARMUP):
         step()
-    found: dict[str, list[float]] = {name: [] for name in NAMES}
+    times: dict[str, list[float]] = {name: [] for name in NAMES}
     for _ in range(rounds):
         quiet, waited, pause, during = (milliseconds(work) for work in (step, save_and_wait, save, step))
         checkpoints.wait()
         if checkpoints.failure:
             raise SystemExit(checkpoints.failure)
         for name, value in zip(NAMES, (quiet, waited, pause, during, pause + during - quiet), strict=True):
-            found[name].append(value)
-    return found
+            times[name].append(value)
+    return times
 
 
 def milliseconds(work: Callable[[], None]) -> float:
-    """How long it takes."""
+    """Milliseconds that a call takes."""
     began = time.perf_counter()
     work()
     return 1e3 * (time.perf_counter() - began)

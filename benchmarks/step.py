@@ -1,12 +1,12 @@
-"""What a residual pathway costs a whole training step: time and memory beside `standard`, and generation at batch 1.
+"""What a residual pathway costs: time and memory of a training step relative to `standard`, and generation at batch 1.
 
     python benchmarks/step.py                                # 0.1b, 1 × 1024 tokens, float32, two threads
     python benchmarks/step.py --residuals dar-block --rounds 15 --json
-    python benchmarks/step.py --scaling                      # does cost grow as depth and tokens do?
+    python benchmarks/step.py --scaling                      # how cost grows with depth and tokens
 
-All methods take turns within a round, in an order that moves on from round to round, and a ratio compares the times of
-one round; the spread is from the lowest to the highest. Memory is counted, tensor by tensor, while a step runs:
-everything but parameters, their gradients and the optimizer's moments, at its peak and at the end of the forward pass.
+All methods take turns within a round, in an order that rotates from round to round, and a ratio compares the times of
+one round; the spread is from the lowest to the highest. Memory is counted, tensor by tensor, while a step runs: all
+except parameters, their gradients and the optimizer's moments, at its peak and at the end of the forward pass.
 """
 
 import argparse
@@ -35,13 +35,13 @@ from dualres.train.process_group import World, join_world
 from dualres.util.tables import table
 
 METHODS = "attnres-block,dar-block,attnres-full,dar-full,mhc-4"
-FEW_WORDS = 256  # the vocabulary where growth is measured
+FEW_WORDS = 256  # vocabulary for measuring growth
 WARMUP = 2  # steps: compiled kernels, the optimizer's moments
 PROMPT = 16  # tokens
 
 
 class Memory(NamedTuple):
-    """Bytes of a step, beside parameters, gradients and moments."""
+    """Bytes of a step besides parameters, gradients and moments."""
 
     peak: int
     kept: int  # at the end of the forward pass
@@ -51,7 +51,7 @@ def main() -> None:
     """Measure, then print tables or JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scale", default="0.1b")
-    parser.add_argument("--residuals", default=METHODS, help="beside standard, separated by commas")
+    parser.add_argument("--residuals", default=METHODS, help="methods besides standard, separated by commas")
     parser.add_argument("--vocabulary", type=int, default=32_768)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=1024, help="per sequence")
@@ -60,7 +60,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--new-tokens", type=int, default=32, help="generated in a round, at batch 1")
-    parser.add_argument("--scaling", action="store_true", help="fit how time and memory grow, instead")
+    parser.add_argument("--scaling", action="store_true", help="instead, fit how time and memory grow")
     parser.add_argument("--figure", type=Path, help="draw the ratios into this file")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
@@ -68,9 +68,9 @@ def main() -> None:
     names = ["standard", *(name for name in arguments.residuals.split(",") if name != "standard")]
     with join_world() as world:
         if arguments.scaling:
-            found = scaling(names, arguments, world)
+            results = scaling(names, arguments, world)
         else:
-            found = compare({name: config_of(name, arguments) for name in names}, arguments, world)
+            results = compare({name: config_of(name, arguments) for name in names}, arguments, world)
     where = f"{torch.get_num_threads()} threads" if world.device.type == "cpu" else torch.cuda.get_device_name()
     setting = {
         "scale": arguments.scale,
@@ -85,16 +85,16 @@ def main() -> None:
         "load": os.getloadavg()[0],
     }
     if arguments.figure:
-        draw(found, setting, arguments.figure)
+        draw(results, setting, arguments.figure)
     if arguments.json:
-        print(json.dumps(setting | {"found": found}))
+        print(json.dumps(setting | {"found": results}))
         return
     print(", ".join(f"{key} {value}" for key, value in setting.items()))
-    print(scaling_table(found) if arguments.scaling else comparison_table(found))
+    print(scaling_table(results) if arguments.scaling else comparison_table(results))
 
 
 def config_of(residual: str, arguments: argparse.Namespace, **model: int) -> Config:
-    """The scale with a residual, at the size that is measured."""
+    """The scale with a residual, at the measured size."""
     config = load_config(arguments.scale, residual)
     tokens = model.pop("tokens", arguments.tokens)
     train = dataclasses.replace(
@@ -156,23 +156,23 @@ class Contender:
 
 
 def compare(configs: dict[str, Config], arguments: argparse.Namespace, world: World) -> dict[str, Any]:
-    """Seconds and bytes of every method: each round's, by name."""
+    """Seconds and bytes of every method in each round, by name."""
     contenders = {}
     for name, config in configs.items():
         contenders[name] = Contender(config, world)
         say(f"{name} is ready")
-    found: dict[str, Any] = {name: {"step": [], "generate": []} for name in contenders}
+    results: dict[str, Any] = {name: {"step": [], "generate": []} for name in contenders}
     names = list(contenders)
     for turn in range(arguments.rounds):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            found[name]["step"].append(seconds(contenders[name].step))
+            results[name]["step"].append(seconds(contenders[name].step))
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             spent = seconds(partial(contenders[name].generate, arguments.new_tokens))
-            found[name]["generate"].append(spent / max(arguments.new_tokens, 1))
+            results[name]["generate"].append(spent / max(arguments.new_tokens, 1))
         say(f"round {turn + 1} of {arguments.rounds}")
     for name in names:
-        found[name] |= contenders[name].memory()._asdict()
-    return found
+        results[name] |= contenders[name].memory()._asdict()
+    return results
 
 
 def scaling(names: Sequence[str], arguments: argparse.Namespace, world: World) -> dict[str, Any]:
@@ -180,12 +180,12 @@ def scaling(names: Sequence[str], arguments: argparse.Namespace, world: World) -
 
     The vocabulary is small: what it costs does not grow with the depth.
     """
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name in names:
         contenders: dict[str, dict[int, Contender]] = {"layers": {}, "tokens": {}}
         for factor in (1, 2, 4):
             config = config_of(name, arguments, layers=4 * factor, tokens=arguments.tokens // 2, vocab_size=FEW_WORDS)
-            if config.residual.method.endswith("-block"):  # four blocks, whatever the depth
+            if config.residual.method.endswith("-block"):  # four blocks at any depth
                 residual = dataclasses.replace(config.residual, branches_per_block=2 * factor)
                 config = dataclasses.replace(config, residual=residual)
             contenders["layers"][4 * factor] = Contender(config, world)
@@ -193,14 +193,14 @@ def scaling(names: Sequence[str], arguments: argparse.Namespace, world: World) -
             short = config_of(name, arguments, layers=4, tokens=tokens, vocab_size=FEW_WORDS)
             contenders["tokens"][tokens] = Contender(short, world)
         sizes = [(by, size) for by, row in contenders.items() for size in row]
-        found[name] = {by: {size: {"seconds": []} for size in row} for by, row in contenders.items()}
+        results[name] = {by: {size: {"seconds": []} for size in row} for by, row in contenders.items()}
         for _ in range(arguments.rounds):
             for by, size in sizes:
-                found[name][by][size]["seconds"].append(seconds(contenders[by][size].step))
+                results[name][by][size]["seconds"].append(seconds(contenders[by][size].step))
         for by, size in sizes:
-            found[name][by][size]["bytes"] = contenders[by][size].memory().peak
+            results[name][by][size]["bytes"] = contenders[by][size].memory().peak
         say(f"{name} measured")
-    return found
+    return results
 
 
 def exponent(costs: dict[int, float]) -> float:
@@ -211,45 +211,45 @@ def exponent(costs: dict[int, float]) -> float:
 
 
 def seconds(work: Callable[[], None]) -> float:
-    """How long it takes."""
+    """Seconds that a call takes."""
     began = time.perf_counter()
     work()
     return time.perf_counter() - began
 
 
-def ratios(found: dict[str, Any], name: str, what: str) -> list[float]:
-    """To `standard`, round by round."""
-    return [own / plain for own, plain in zip(found[name][what], found["standard"][what], strict=True)]
+def ratios(results: dict[str, Any], name: str, what: str) -> list[float]:
+    """Ratios to `standard`, by round."""
+    return [own / plain for own, plain in zip(results[name][what], results["standard"][what], strict=True)]
 
 
 def spread(values: list[float], digits: int = 3) -> str:
-    """The median, and from the lowest to the highest."""
+    """Median (lowest–highest)."""
     return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f}–{max(values):.{digits}f})"
 
 
-def comparison_table(found: dict[str, Any]) -> str:
+def comparison_table(results: dict[str, Any]) -> str:
     """One row per method."""
     rows = [
         [
             name,
             f"{statistics.median(row['step']):.3f}",
-            spread(ratios(found, name, "step")),
+            spread(ratios(results, name, "step")),
             f"{row['peak'] / 2**20:.0f}",
-            f"{row['peak'] / found['standard']['peak']:.3f}",
-            f"{row['kept'] / found['standard']['kept']:.3f}",
+            f"{row['peak'] / results['standard']['peak']:.3f}",
+            f"{row['kept'] / results['standard']['kept']:.3f}",
             f"{1e3 * statistics.median(row['generate']):.1f}",
-            spread(ratios(found, name, "generate")),
+            spread(ratios(results, name, "generate")),
         ]
-        for name, row in found.items()
+        for name, row in results.items()
     ]
     heads = ["method", "step, s", "ratio", "peak, MiB", "ratio", "kept, ratio", "token, ms", "ratio"]
     return table(heads, rows)
 
 
-def scaling_table(found: dict[str, Any]) -> str:
-    """One row per method: the exponents, 1 where cost is proportional; of time round by round."""
+def scaling_table(results: dict[str, Any]) -> str:
+    """One row per method: exponents of cost over size, 1 if proportional; those of time by round."""
     rows = []
-    for name, row in found.items():
+    for name, row in results.items():
         rows.append([name])
         for costs in row.values():
             rounds = zip(*(cost["seconds"] for cost in costs.values()), strict=True)
@@ -259,19 +259,20 @@ def scaling_table(found: dict[str, Any]) -> str:
     return table(["method", "time by layers", "memory by layers", "time by tokens", "memory by tokens"], rows)
 
 
-def draw(found: dict[str, Any], setting: dict[str, Any], path: Path) -> None:
+def draw(results: dict[str, Any], setting: dict[str, Any], path: Path) -> None:
     """Ratios to `standard`: every round of step and generation, and memory."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    names = [name for name in found if name != "standard"]
+    names = [name for name in results if name != "standard"]
     figure, axes = plt.subplots(1, 3, figsize=(11, 3.2), sharey=True, layout="constrained")
     titles = {"step": "training step", "peak": "peak memory", "generate": "generated token, batch 1"}
     for axis, (what, title) in zip(axes, titles.items(), strict=True):
         for y, name in enumerate(names):
-            values = [found[name][what] / found["standard"][what]] if what == "peak" else ratios(found, name, what)
+            peak = what == "peak"
+            values = [results[name][what] / results["standard"][what]] if peak else ratios(results, name, what)
             axis.plot(values, [y] * len(values), "o", color="tab:blue", alpha=0.3)
             axis.plot(statistics.median(values), y, "|", color="black", markersize=18)
             axis.annotate(f"{statistics.median(values):.2f}", (statistics.median(values), y - 0.3), ha="center")
@@ -289,7 +290,7 @@ def draw(found: dict[str, Any], setting: dict[str, Any], path: Path) -> None:
 
 
 def say(line: str) -> None:
-    """Progress, apart from the result."""
+    """Print progress to stderr."""
     print(line, file=sys.stderr, flush=True)
 
 

@@ -1,4 +1,4 @@
-"""What a suite's analyses say of each method's streams, over its seeds: the numbers of docs/study.md.
+"""Summarizes a suite's analyses by method, over seeds: the numbers of docs/study.md.
 
 dualres analyze suites/nano/* && python benchmarks/streams.py suites/nano
 """
@@ -15,7 +15,7 @@ from dualres.util.tables import table
 
 
 def late_cka(analysis: Analysis) -> float:
-    """Streams 0 and 1 at different layers of the last half of the network."""
+    """CKA of streams 0 and 1 at different layers of the last half of the network."""
     cka = analysis.arrays["cka"][0, 1]
     half = len(cka) // 2
     late = cka[half:, half:]
@@ -23,12 +23,12 @@ def late_cka(analysis: Analysis) -> float:
 
 
 def apart_cka(analysis: Analysis) -> float:
-    """Streams 0 and 1 at different layers, of all."""
+    """CKA of streams 0 and 1 at different layers of the whole network."""
     cka = analysis.arrays["cka"][0, 1]
     return float(np.nanmean(cka[~np.eye(len(cka), dtype=bool)]))
 
 
-COLUMNS: dict[str, tuple[str, Callable[[Analysis], float]]] = {  # what it needs, and how it is computed
+COLUMNS: dict[str, tuple[str, Callable[[Analysis], float]]] = {  # the array it needs, and its computation
     "CKA, same layer": ("cka", lambda a: float(np.nanmean(a.arrays["cka"][0, 1].diagonal()))),
     "CKA, other layers": ("cka", apart_cka),
     "CKA, late layers": ("cka", late_cka),
@@ -45,7 +45,7 @@ COLUMNS: dict[str, tuple[str, Callable[[Analysis], float]]] = {  # what it needs
 def main() -> None:
     """Print a line per method and column: mean ± half of its 95% interval, then each seed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("suite", type=Path, help="a suite's folder, whose runs were analyzed")
+    parser.add_argument("suite", type=Path, help="folder of a suite with analyzed runs")
     suite = parser.parse_args().suite
     methods: dict[str, list[Analysis]] = {}
     for run in sorted(path for path in suite.iterdir() if path.is_dir()):

@@ -49,7 +49,7 @@ def page() -> str:
 
 
 def _section(name: str, command: argparse.ArgumentParser) -> Iterator[str]:
-    """What a command does, its arguments, and what its help says beneath them."""
+    """A command's description, its arguments, and the epilog of its help."""
     yield f"## {name}\n"
     yield textwrap.fill(" ".join((command.description or "").split()), 100) + "\n"
     for group in command._action_groups:

@@ -52,7 +52,7 @@ def page() -> str:
 
 
 def _methods() -> Iterator[str]:
-    """The methods, and the options of each group of methods that have the same."""
+    """The methods, and the options that groups of methods share."""
     sizes = {name: row.branches_per_block or "`default_branches_per_block`" for name, row in METHODS.items()}
     yield "| method | branches per block |\n|---|---|\n" + "".join(f"| `{k}` | {v} |\n" for k, v in sizes.items())
     for options in dict.fromkeys(row.options for row in METHODS.values()):
@@ -89,7 +89,7 @@ def _rows(section: type, prefix: str = "") -> Iterator[tuple[str, str, str, str]
 
 
 def documentation(section: type) -> dict[str, str]:
-    """The text under each field of a dataclass, those of its bases first."""
+    """The text under each field of a dataclass, with those of its bases first."""
     found: dict[str, str] = {}
     for kind in reversed(section.__mro__):
         if dataclasses.is_dataclass(kind):
@@ -120,7 +120,7 @@ def _bounds(bounds: Bounds) -> str:
 
 
 def _text(value: Any) -> str:
-    """As YAML has it."""
+    """The value as YAML."""
     if isinstance(value, tuple):
         return f"[{', '.join(map(_text, value))}]"
     return (

@@ -26,7 +26,7 @@ from dualres.util.tables import table
 def main() -> None:
     """Time every method in turn and print the table."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal without × shows a question mark
+        sys.stdout.reconfigure(errors="replace")  # terminals without × show a question mark
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scale", default="nano", help="default nano")
     parser.add_argument("--batch", type=int, default=4, help="sequences, default 4")
