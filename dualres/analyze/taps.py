@@ -84,9 +84,9 @@ class TokenMeans:
 
     def add(self, key: int, values: Tensor) -> None:
         """One value per token. (…,N)"""
-        seen = values.detach().double()
-        self.totals[key] = self.totals.get(key, seen.new_zeros(())) + seen.sum(-1)
-        self.tokens[key] = self.tokens.get(key, 0) + seen.shape[-1]
+        values = values.detach().double()
+        self.totals[key] = self.totals.get(key, values.new_zeros(())) + values.sum(-1)
+        self.tokens[key] = self.tokens.get(key, 0) + values.shape[-1]
 
     def __bool__(self) -> bool:
         return bool(self.totals)

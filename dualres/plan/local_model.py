@@ -56,7 +56,7 @@ class LocalModel(NamedTuple):
 def local_model(model: ModelConfig, residual: ResidualConfig, share: Share) -> LocalModel:
     n = share.tensor
     ffn_width = None if model.ffn_width is None else model.ffn_width // n
-    cut = dataclasses.replace(
+    divided = dataclasses.replace(
         model,
         heads=model.heads // n,
         kv_heads=model.kv_heads // n,
@@ -64,7 +64,7 @@ def local_model(model: ModelConfig, residual: ResidualConfig, share: Share) -> L
         ffn_width=ffn_width,
         vocab_size=-(-model.vocab_size // n),
     )
-    decoder = build_decoder(cut if n > 1 else model, residual, device="meta")
+    decoder = build_decoder(divided if n > 1 else model, residual, device="meta")
     tensor, experts = Wire(n), Wire(share.experts)
 
     def gather(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -22,10 +22,10 @@ def memory(rank: PipelineRank) -> Memory:
     passes, (chunk,) = rank.passes, rank.chunks
     # The readout's activations are freed before the blocks run backward.
     back = max(block.work for block in passes.blocks) - passes.end.kept
-    return held_by_engine(rank).plus(chunk.kept)._replace(work=max(passes.end.work, back, 0))
+    return engine_memory(rank).plus(chunk.kept)._replace(work=max(passes.end.work, back, 0))
 
 
-def held_by_engine(rank: PipelineRank) -> Memory:
+def engine_memory(rank: PipelineRank) -> Memory:
     """Weights, gradients, optimizer state and buffers of the engine; in a pipeline, without gathered weights."""
     config, mesh, width = rank.config, rank.mesh, rank.width
     count = sum(weight.elements for weight in rank.weights)
@@ -41,21 +41,21 @@ def held_by_engine(rank: PipelineRank) -> Memory:
     sharded = rank.engine == "fsdp2"
     stored = FLOAT32 * (sum(weight.shard(mesh) for weight in rank.weights) if sharded else count)
     optimizer = 2 * stored + FLOAT32 * len(rank.weights)  # two moments, and a step count per tensor
-    held = Memory(weights=stored, gradients=stored, optimizer=optimizer)
+    base = Memory(weights=stored, gradients=stored, optimizer=optimizer)
     if sharded and mesh.pipeline == 1:
         (chunk,) = rank.chunks
         blocks = sorted(map(elements, chunk.units))
         gathered = width * (elements(chunk.root) + sum(blocks[-2:]))
-        return held._replace(gathered_weights=gathered, reduced_gradients=FLOAT32 * blocks[-1])
-    return held._replace(reduced_gradients=stored) if rank.engine == "ddp" else held
+        return base._replace(gathered_weights=gathered, reduced_gradients=FLOAT32 * blocks[-1])
+    return base._replace(reduced_gradients=stored) if rank.engine == "ddp" else base
 
 
 def minimum_memory(rank: PipelineRank) -> int:
     """A lower bound that ignores activations: in a pipeline, when one chunk has run backward."""
-    held = held_by_engine(rank).total
+    base = engine_memory(rank).total
     if rank.mesh.pipeline == 1:
-        return held
-    return held + min(
+        return base
+    return base + min(
         rank.width * elements(*chunk.units, chunk.root) + FLOAT32 * elements(*chunk.units[1:]) for chunk in rank.chunks
     )
 
@@ -69,15 +69,15 @@ def _pipelined(rank: PipelineRank) -> Memory:
     }
     order = actions(rank.mesh, rank.micro_batches, rank.number)
     flight = in_flight(order, rank.mesh.pipeline, sizes)
-    held, moved = held_by_engine(rank), max(chunk.sent for chunk in chunks)
+    total, moved = engine_memory(rank), max(chunk.sent for chunk in chunks)
     for chunk in chunks:
         times, size = flight.kept[chunk.number], sizes[chunk.number]
-        held = held.plus(chunk.kept, times)
+        total = total.plus(chunk.kept, times)
         moved += chunk.received * times
         moved += size.left * flight.left[chunk.number] + size.done * flight.done[chunk.number]
     if several:  # the interleaved schedule prefetches the next states
         moved += max(chunk.received for chunk in chunks)
-    moments = (held.plus(moment) for moment in _backward_moments(rank, flight))
+    moments = (total.plus(moment) for moment in _backward_moments(rank, flight))
     return max(moments, key=lambda moment: moment.total)._replace(pipeline=moved)
 
 

@@ -75,23 +75,23 @@ class ChunkBytes(NamedTuple):
 
 def in_flight(order: Sequence[_Action], ranks: int, size_of: Mapping[int, ChunkBytes]) -> InFlight:
     """The moment at which a rank holds the most bytes."""
-    held, waiting, done = Counter[int](), Counter[int](), Counter[int]()
-    peak = held, waiting, done
+    kept, waiting, done = Counter[int](), Counter[int](), Counter[int]()
+    peak = kept, waiting, done
     top = size = moment = 0
     for at, (chunk, kind, *_) in enumerate(order, 1):
         if kind == FORWARD:
-            held[chunk] += 1
+            kept[chunk] += 1
             size += size_of[chunk].kept
         else:
-            held[chunk] -= 1
+            kept[chunk] -= 1
             waiting[chunk] += 1
             done[chunk] += 1
             size += size_of[chunk].left + size_of[chunk].done - size_of[chunk].kept
             if chunk + ranks in size_of:
                 waiting[chunk + ranks] -= 1
                 size -= size_of[chunk + ranks].left
-        if size >= top and held.total():
-            top, moment, peak = size, at, (held.copy(), waiting.copy(), done.copy())
+        if size >= top and kept.total():
+            top, moment, peak = size, at, (kept.copy(), waiting.copy(), done.copy())
     last, later = dict(action[:2] for action in order[:moment]), {action.stage_index for action in order[moment:]}
     return InFlight(
         *peak,

@@ -145,7 +145,7 @@ def as_text(plan: Plan, title: str) -> str:
         *[f"{name} cannot use this mesh: {problem}" for name, problem in plan.columns.items() if name not in estimates],
         NOTE,
         "",
-        *([table(["check", "state", "found"], plan.checks), ""] if plan.checks[1:] else []),
+        *([table(["check", "state", "details"], plan.checks), ""] if plan.checks[1:] else []),
         f"start it with\n  {plan.launch}",
     ]
     return "\n".join(lines)

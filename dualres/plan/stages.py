@@ -61,13 +61,13 @@ class ModelUnits(NamedTuple):
 @functools.cache
 def model_units(model: ModelConfig, residual: ResidualConfig, share: Share) -> ModelUnits:
     decoder, tensor, experts = local_model(model, residual, share)
-    stack, vocabulary, cut = decoder.stack, decoder.vocabulary, tensor.divided | experts.divided
+    stack, vocabulary, divided = decoder.stack, decoder.vocabulary, tensor.divided | experts.divided
     table = {id(p) for p in vocabulary.parameters()}
-    uneven = cut & table if model.vocab_size % share.tensor else set()
+    uneven = divided & table if model.vocab_size % share.tensor else set()
 
     def unit(*parts: nn.Module | None) -> Unit:
         return tuple(
-            Weight(tuple(p.shape), id(p) in experts.divided, id(p) not in cut, id(p) in table, id(p) in uneven)
+            Weight(tuple(p.shape), id(p) in experts.divided, id(p) not in divided, id(p) in table, id(p) in uneven)
             for part in parts
             if part is not None
             for p in part.parameters()
