@@ -1,4 +1,4 @@
-"""Kernels for a CPU, compiled by numba: vector instructions, a token at a time, tokens shared out over threads."""
+"""CPU kernels, compiled by numba: vectorized over the width, one token at a time, tokens split across threads."""
 
 from dualres.ops.cpu.hyper import hyper_read, hyper_read_backward
 from dualres.ops.cpu.live import read, read_backward, write, write_backward

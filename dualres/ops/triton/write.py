@@ -55,9 +55,9 @@ def _write(
 ):
     """P^j = Σ_k C_k^j u_k."""
     tile = tiles.rows_of_program(tokens, D, TOKENS, WIDTH)
-    found = tiles.combine(updates, coefficients, count, tile, STREAMS)
+    streams = tiles.combine(updates, coefficients, count, tile, STREAMS)
     for j in tl.static_range(STREAMS):
-        tiles.store_row(live + j * tokens * D, tile, found[j])
+        tiles.store_row(live + j * tokens * D, tile, streams[j])
 
 
 @triton.jit(do_not_specialize=["tokens", "count"])
@@ -74,7 +74,7 @@ def _write_backward(
     TOKENS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """du_k = Σ_j C_k^j dP^j and, where updates are given, dC_k^j = u_k · dP^j."""
+    """du_k = Σ_j C_k^j dP^j and, with updates, dC_k^j = u_k · dP^j."""
     tile = tiles.rows_of_program(tokens, D, TOKENS, WIDTH)
     gradients = tiles.load_streams(d_live, tile, STREAMS)
     for k in range(0, count):
