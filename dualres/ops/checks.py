@@ -67,7 +67,6 @@ def prefix(
 
 
 def read(arguments: ReadArguments) -> None:
-    """See `ReadArguments`."""
     retrieved = streams("retrieved", [arguments.retrieved], 2)
     outputs, *tokens, width = retrieved.shape
     live = len(arguments.updates) > 0
@@ -95,7 +94,6 @@ def read(arguments: ReadArguments) -> None:
 
 
 def hyper_read(arguments: HyperReadArguments) -> None:
-    """See `HyperReadArguments`."""
     write(WriteArguments(arguments.updates, arguments.coefficients))
     update, streams = arguments.updates[0], arguments.coefficients.shape[1]
     _gates(arguments.gates, (streams, streams, streams * streams), streams, update)
@@ -105,7 +103,6 @@ def hyper_read(arguments: HyperReadArguments) -> None:
 
 
 def write(arguments: WriteArguments) -> None:
-    """See `WriteArguments`."""
     update, coefficients = streams("updates", arguments.updates, 1), arguments.coefficients
     count, stored, *tokens = coefficients.shape if coefficients.ndim > 1 else (0, 0)
     if (count, *tokens) != (len(arguments.updates), *update.shape[:-1]) or stored == 0:

@@ -59,8 +59,8 @@ def check_start(
     if here < ranks:
         instead = "it would train on the CPU" if ranks == 1 else "start it where they are"
         rows.append(Check("GPUs", "note", f"{here} in this machine, {ranks} in the plan: {instead}"))
-    index, found = _data(config, data, prepares_data)
-    rows += found
+    index, checks = _data(config, data, prepares_data)
+    rows += checks
     rows.append(_checked("run folder", lambda: _run_folder(config, data, out, index)))
     disk = _checked("disk", lambda: _disk(config, out))
     elsewhere = disk.state == "problem" and ranks > max(1, here)

@@ -29,7 +29,6 @@ from dualres.ops.cpu.rows import (
 
 
 def hyper_read(arguments: HyperReadArguments) -> tuple[Tensor, Tensor]:
-    """See `dualres.ops.autograd.hyper_read`."""
     updates, coefficients = arguments.updates, arguments.coefficients
     h, next_coefficients = (
         torch.empty_like(updates[0]),
@@ -154,7 +153,6 @@ def _forward(first: int, last: int, inputs: Any, output: int, next_coefficients:
 
 
 def hyper_read_backward(d_h: Tensor, d_next: Tensor, arguments: HyperReadArguments) -> list[Tensor]:
-    """See `dualres.ops.autograd.hyper_read_backward`."""
     tokens, inputs = arguments.coefficients[0, 0].numel(), _arrays(arguments)
     d_updates = [torch.empty_like(update) for update in arguments.updates]
     d_coefficients = torch.empty_like(arguments.coefficients)

@@ -38,7 +38,6 @@ ABSENT = {size: np.empty((0,) * size, np.float32) for size in (1, 2, 3)}
 
 
 def read(arguments: ReadArguments) -> tuple[Tensor, Tensor]:
-    """See `dualres.ops.autograd.read`."""
     partition = arguments.log_partition
     h = torch.empty_like(arguments.retrieved[0])
     next_coefficients = (
@@ -179,7 +178,6 @@ def _read(first: int, last: int, inputs: Any, output: int, next_coefficients: An
 
 
 def read_backward(d_h: Tensor, d_next: Tensor, arguments: ReadArguments) -> list[Tensor]:
-    """See `dualres.ops.autograd.read_backward`."""
     tokens, inputs = arguments.log_partition[0].numel(), _arrays(arguments)
     d_retrieved, d_partition = torch.empty_like(arguments.retrieved), torch.empty_like(arguments.log_partition)
     d_updates = [torch.empty_like(update) for update in arguments.updates]
@@ -320,7 +318,6 @@ def _read_backward(first: int, last: int, inputs: Any, rows: Any, d_queries: Any
 
 
 def write(updates: list[Tensor], coefficients: Tensor) -> Tensor:
-    """See `dualres.ops.autograd.write`."""
     first_update, tokens = updates[0], coefficients[0, 0].numel()
     live = first_update.new_empty(coefficients.shape[1], *first_update.shape)
     arguments = (
@@ -345,7 +342,6 @@ def _write(first: int, last: int, arguments: Any) -> None:
 
 
 def write_backward(d_live: Tensor, updates: list[Tensor], coefficients: Tensor) -> list[Tensor]:
-    """See `dualres.ops.autograd.write_backward`."""
     tokens = coefficients[0, 0].numel()
     d_updates = [torch.empty_like(d_live[0]) for _ in coefficients]
     d_coefficients = torch.empty_like(coefficients if updates else coefficients[:0])

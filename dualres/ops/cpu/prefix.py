@@ -31,7 +31,6 @@ from dualres.ops.cpu.rows import (
 
 
 def prefix(history: list[Tensor], queries: Tensor, key: list[int], value: list[int], eps: float) -> list[Tensor]:
-    """See `dualres.ops.autograd.prefix`."""
     state, (sets, outputs, _) = history[0], queries.shape
     tokens = state[0, ..., 0].numel()
     retrieved = [state.new_empty(outputs, *state.shape[1:]) for _ in range(sets)]
@@ -145,7 +144,6 @@ def prefix_backward(
     key: list[int],
     value: list[int],
 ) -> list[Tensor]:
-    """See `dualres.ops.autograd.prefix_backward`."""
     state, (sets, _, _) = history[0], queries.shape
     tokens = state[0, ..., 0].numel()
     d_history = [torch.empty_like(state) for state in history]

@@ -41,7 +41,6 @@ class Mixing(NamedTuple):
 
 
 def hyper_read(arguments: HyperReadArguments) -> tuple[Tensor, Tensor]:
-    """`autograd.hyper_read`."""
     updates, norm, mixing = arguments.updates, arguments.norm, mix(arguments, join(arguments.gates), keep=False)
     h, tokens = torch.empty_like(updates[0]), mixing.scale.numel()
     tiling = rows(tokens, h.shape[-1])

@@ -19,7 +19,6 @@ from dualres.ops.triton.launch import launch, pointers, rows
 
 
 def hyper_read_backward(d_h: Tensor, d_next: Tensor, arguments: HyperReadArguments) -> list[Tensor]:
-    """`autograd.hyper_read_backward`."""
     coefficients, norm = arguments.coefficients, arguments.norm
     joined, updates = join(arguments.gates), pointers(arguments.updates)
     count, streams = coefficients.shape[:2]

@@ -19,7 +19,6 @@ REGISTERS = 16384  # float32 accumulators that 16 warps hold besides the rows th
 
 
 def prefix(history: list[Tensor], queries: Tensor, key: list[int], value: list[int], eps: float) -> list[Tensor]:
-    """`autograd.prefix`."""
     state, (sets, outputs, width) = history[0], queries.shape
     streams, *shape = state.shape[:-1]
     retrieved = [state.new_empty(outputs, *shape, width) for _ in range(sets)]

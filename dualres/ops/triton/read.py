@@ -16,7 +16,6 @@ from dualres.ops.triton.launch import launch, pointers, rows
 
 
 def read(arguments: ReadArguments) -> tuple[Tensor, Tensor]:
-    """`autograd.read`."""
     tokens, partition = arguments.retrieved[0, ..., 0].numel(), arguments.log_partition
     h = torch.empty_like(arguments.retrieved[0])
     next_coefficients = partition.new_empty((len(arguments.updates) + 1, *partition.shape) if arguments.gates else 0)

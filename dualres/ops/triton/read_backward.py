@@ -32,7 +32,6 @@ class Factors(NamedTuple):
 
 
 def read_backward(d_h: Tensor, d_next: Tensor, arguments: ReadArguments) -> list[Tensor]:
-    """`autograd.read_backward`."""
     partition, gates, normed = arguments.log_partition, arguments.gates, arguments.norm is not None
     tokens, outputs, width = partition[0].numel(), len(arguments.key), d_h.shape[-1]
     d_retrieved, d_partition = torch.empty_like(arguments.retrieved), torch.empty_like(partition)

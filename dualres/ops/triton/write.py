@@ -13,7 +13,6 @@ from dualres.ops.triton.launch import launch, pointers, rows
 
 
 def write(updates: list[Tensor], coefficients: Tensor) -> Tensor:
-    """`autograd.write`."""
     tokens, width = coefficients[0, 0].numel(), updates[0].shape[-1]
     live = updates[0].new_empty(*coefficients.shape[1:], width)
     tiling = rows(tokens, width, len(live))
@@ -22,7 +21,6 @@ def write(updates: list[Tensor], coefficients: Tensor) -> Tensor:
 
 
 def write_backward(d_live: Tensor, updates: list[Tensor], coefficients: Tensor) -> list[Tensor]:
-    """`autograd.write_backward`."""
     tokens, width = coefficients[0, 0].numel(), d_live.shape[-1]
     d_updates = [torch.empty_like(d_live[0]) for _ in coefficients]
     d_coefficients = torch.empty_like(coefficients)
