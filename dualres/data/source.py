@@ -21,7 +21,7 @@ from dualres.util.optional_dependencies import need
 
 PYTHON = "python"  # the name of the default source
 DOCUMENT_CHARACTERS = 16_000  # in a text file: a document ends with the paragraph that reaches this length,
-LONGEST = 64_000  # or at this one, since a text without blank lines must not fill the memory
+MAX_CHARACTERS = 64_000  # or at this one, since a text without blank lines must not fill the memory
 FORMATS = (".txt", ".jsonl", ".json", ".parquet")
 COMPRESSIONS = (".gz", ".zst")
 BUFFER, ROWS = 2**20, 128  # bytes and rows of a Parquet file read at a time
@@ -109,10 +109,10 @@ def _open(path: Path) -> io.BufferedIOBase:
 def _text(path: Path, field: str) -> Iterator[str]:
     text: list[str] = []
     size = 0
-    for _, line in lines(path, LONGEST):
+    for _, line in lines(path, MAX_CHARACTERS):
         text.append(line)
         size += len(line)
-        if size >= (LONGEST if line.strip() else DOCUMENT_CHARACTERS):
+        if size >= (MAX_CHARACTERS if line.strip() else DOCUMENT_CHARACTERS):
             yield "".join(text)
             text, size = [], 0
     if text:

@@ -189,6 +189,6 @@ def _device(args: Sequence[object], function: Callable[..., object]) -> str:
         first = first[0]
     if not isinstance(first, Tensor):
         raise TypeError(
-            f"argument {next(iter(inspect.signature(function).parameters))} has no tensor: it is {args[0]!r}"
+            f"argument {next(iter(inspect.signature(function).parameters))} contains no tensor: got {args[0]!r}"
         )
     return first.device.type

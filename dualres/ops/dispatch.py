@@ -108,9 +108,9 @@ def module(kind: Kind) -> Any:
 @functools.cache
 def note(kind: Kind) -> None:
     """Warn once that the kernels, or the package that compiles them, are missing."""
-    kernels_are_here = importlib.util.find_spec(f"{__package__}.{kind}") is not None
-    missing = PACKAGES[kind] if kernels_are_here else "dualres"
-    remedy = f"pip install {missing}" if kernels_are_here else "install dualres from its repository"
+    kernels_exist = importlib.util.find_spec(f"{__package__}.{kind}") is not None
+    missing = PACKAGES[kind] if kernels_exist else "dualres"
+    remedy = f"pip install {missing}" if kernels_exist else "install dualres from its repository"
     warnings.warn(
         f"{missing} is not installed, so residual pathways run as plain PyTorch, slower and with more memory: {remedy}",
         stacklevel=2,

@@ -3,8 +3,8 @@
 The live streams of a block are never stored: they are a weighted sum of the updates written so far,
 P^j = Σ_k C_k^j u_k with token-wise coefficients C, so that M P + β u is the same sum with coefficients [M C, β].
 The history is a sequence of states and is never stacked; keys are never stored normalized, because
-q·Norm(v) = (q·v)·rstd(v). Reductions over depth and width run in float32 (float64 for float64 streams), whatever the
-streams are stored in. B,T stand for any token axes, (B,H,W) or none: every operator is token-wise.
+q·Norm(v) = (q·v)·rstd(v). Reductions over depth and width run in float32 (float64 for float64 streams), for any
+storage dtype. B,T stand for any token axes, (B,H,W) or none: every operator is token-wise.
 """
 # B batch  T tokens  D width  J stored streams  O output streams  R history  U query sets  G gate values  K updates
 

@@ -147,7 +147,7 @@ class Stage(PipelineStage):
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """What was received for this micro-batch is no longer needed."""
+        """Also release the receive buffers of this micro-batch."""
         ops = super().get_bwd_send_ops(bwd_chunk_id)
         _release(self.args_recv_info[bwd_chunk_id])
         if not self.is_last:

@@ -47,7 +47,7 @@ def shard_branches(unit: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def wait_for_output(module: nn.Module, inputs: Any, out: Tensor) -> Tensor:
-    """Wait for an asynchronous collective, before whose end a kernel cannot read the result.
+    """Wait for an asynchronous collective: until it ends, its result has no memory that a kernel could read.
 
     With gradients, operators wait by themselves, and waiting here would detach the output.
     """
