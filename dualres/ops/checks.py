@@ -43,13 +43,13 @@ def like_results(role: str, tensors: Sequence[Tensor], results: Sequence[Result]
 
 
 def streams(name: str, tensors: Sequence[Tensor], axes: int) -> Tensor:
-    """Check for one or more equal tensors with at least `axes` axes; return the first. R × (J,N,D) or K × (N,D)"""
+    """Check for one or more matching tensors with at least `axes` axes; return the first. R × (J,N,D) or K × (N,D)"""
     if len(tensors) == 0:
         raise ValueError(f"{name} is empty: pass at least one tensor")
     first = tensors[0]
     if first.ndim < axes or first.shape[-1] == 0 or (axes == 2 and first.shape[0] == 0):
         wanted = "(streams, …, width)" if axes == 2 else "(…, width)"
-        raise ValueError(f"{name} of shape {tuple(first.shape)} must be {wanted}, with every size ≥ 1")
+        raise ValueError(f"{name} of shape {tuple(first.shape)} must be {wanted}, with at least 1 of each named axis")
     _same_kind(name, tensors)
     if not first.is_floating_point():
         raise ValueError(f"{name} of {first.dtype}: streams must be floating-point")

@@ -119,7 +119,7 @@ def places(branches: int, config: ResidualConfig) -> list[Place]:
         raise ConfigError("branches is empty: pass at least one")
     if config.branches_per_block is not None and config.branches_per_block > branches:
         raise ConfigError(
-            f"residual.branches_per_block={config.branches_per_block} exceeds the number of branches, {branches}: "
+            f"residual.branches_per_block={config.branches_per_block} exceeds the network's {branches} branches: "
             f"use at most {branches}"
         )
     size = min(branches_per_block(config), branches)
