@@ -105,7 +105,7 @@ def dry_run(config: Config, given: argparse.Namespace, out: Path) -> int:
     from dualres.plan.plan import Plan, as_data, as_text
     from dualres.plan.search import check_memory
     from dualres.train.engines.build import engine_mesh
-    from dualres.train.preflight import check_start, engine_or_asked
+    from dualres.train.preflight import check_start, engine_or_configured
 
     arguments.check_positive(given, "gpus", "gpu_memory")
     ranks = given.gpus or 1
@@ -114,7 +114,7 @@ def dry_run(config: Config, given: argparse.Namespace, out: Path) -> int:
     except ConfigError:  # a check says so
         mesh = Mesh(data=ranks)
     hardware = Hardware() if given.gpu_memory is None else Hardware(memory=given.gpu_memory * GIB)
-    own = estimate(config, engine_or_asked(config, ranks), mesh, hardware)
+    own = estimate(config, engine_or_configured(config, ranks), mesh, hardware)
     is_default, wandb = given.data == DEFAULT_DATA, given.wandb is not None
     checks = check_start(config, ranks, given.data, out, prepares_data=is_default, wandb=wandb)
     options = {"data": None if is_default else given.data, "out": given.out, "from": given.start}

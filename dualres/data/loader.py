@@ -45,7 +45,7 @@ class TokenRow:
 
 
 class Loader:
-    """Sequences by number, without end; in text order if `seed` is None."""
+    """Sequences by number, without limit; in text order if `seed` is None."""
 
     def __init__(self, folder: Path, index: Index, split: Split, context: int, seed: int | None):
         self.row, self.context, self.seed = TokenRow(folder, index, split), context, seed
@@ -61,7 +61,7 @@ class Loader:
         return torch.from_numpy(np.stack([self._sequence(number) for number in range(first, first + rows)]))
 
     def windows_within(self, tokens: int | None) -> int:
-        """How many whole windows `tokens` tokens make: at least one, at most (and for None) all."""
+        """The number of whole windows in `tokens` tokens: at least one, at most (and for None) all."""
         return self.windows if tokens is None else min(self.windows, max(1, tokens // self.context))
 
     def _sequence(self, number: int) -> NDArray[np.int64]:
@@ -73,10 +73,10 @@ class Loader:
 def sum_over_windows(
     loader: Loader, count: int, rows: int, batch_loss: Callable[[Tensor], float], rank: int = 0, ranks: int = 1
 ) -> float:
-    """This rank's part of the summed loss over the first `count` windows: the validation loss before its mean.
+    """This rank's part of the summed loss over the first `count` windows, from which the validation loss is the mean.
 
     `batch_loss` returns the sum over the windows of a batch (B,T+1) of at most `rows`. All ranks take part in every
-    round, since a sharded model is gathered by all of them together; what lies past the end is not counted.
+    round, since a sharded model is gathered by all of them together; windows past the end are not counted.
     """
     total = 0.0
     for start in range(0, count, rows * ranks):
@@ -90,7 +90,7 @@ def sum_over_windows(
 def shuffled(place: int, size: int, seed: int, epoch: int) -> int:
     """The image of `place` under a permutation of range(size) that is computed, not stored.
 
-    Four rounds of a Feistel network on the next even number of bits; results outside the range go around again.
+    Four rounds of a Feistel network on the next even number of bits; results outside the range are permuted again.
     """
     half = ((size - 1).bit_length() + 1) // 2
     mask = (1 << half) - 1

@@ -1,4 +1,4 @@
-"""Documents to token shards: streamed, on all cores, and resumed after an interruption."""
+"""Converts documents to token shards: streaming, on all cores, resumable after an interruption."""
 
 import contextlib
 import dataclasses
@@ -24,8 +24,8 @@ from dualres.util.atomic_files import LOCK, locked, partial_of, write_json
 from dualres.util.errors import DataError
 from dualres.util.progress import Show, duration, short, silent
 
-BATCH_CHARACTERS = 2**20  # tokenized together
-BATCHES_AHEAD = 3  # being tokenized while another is written
+BATCH_CHARACTERS = 2**20  # characters tokenized together
+BATCHES_AHEAD = 3  # batches tokenized while another is written
 PROGRESS = "progress.json"
 
 
@@ -50,7 +50,7 @@ class Settings:
 
 
 class SourcePosition(NamedTuple):
-    """How far the source was read: parts, and documents of the next part."""
+    """How far the source was read: whole parts, and documents of the next part."""
 
     part: int = 0
     documents: int = 0
@@ -58,7 +58,7 @@ class SourcePosition(NamedTuple):
 
 @dataclass
 class PrepareState:
-    """What was written, in whole chunks of one shard per split; stored beside the shards."""
+    """The progress, in whole chunks of one shard per split; stored next to the shards."""
 
     settings: dict[str, Any]
     tokenizer: str | None = None  # fingerprint
@@ -86,7 +86,7 @@ def prepare(settings: Settings, out: Path, show: Show = silent) -> Index:
     parts = open_source(settings.source, settings.field, settings.subset, settings.split)
     source = Path(settings.source)
     if settings.source != PYTHON and source.is_dir() and out.resolve().is_relative_to(source.resolve()):
-        raise DataError(f"{out} is inside its source {settings.source}: write the shards to another folder")
+        raise DataError(f"{out} is inside its source {settings.source}: write the shards to a different folder")
     out.mkdir(parents=True, exist_ok=True)
     check_folder(out)
     busy = DataError(f"another process is preparing {out}: wait for it, or use a new folder")
@@ -110,7 +110,7 @@ def _prepare(settings: Settings, parts: Sequence[SourcePart], out: Path, show: S
         state.tokenizer, state.place, state.chunks = tokenizer.fingerprint, place, state.chunks + 1
         state.write(out)
     if not state.train:
-        raise DataError(f"the source {settings.source} has no documents for training: use another source")
+        raise DataError(f"the source {settings.source} has no documents for training: use a different source")
     index = Index(
         settings.source,
         shards.dtype_for(tokenizer.vocab_size),
@@ -128,7 +128,7 @@ def _prepare(settings: Settings, parts: Sequence[SourcePart], out: Path, show: S
 def check_folder(out: Path) -> None:
     names = {file.name for file in out.iterdir()}
     if PROGRESS not in names and names - {partial_of(out / PROGRESS).name, LOCK}:
-        raise DataError(f"{out} is not empty, and not from `dualres prepare`: use a new folder")
+        raise DataError(f"{out} is not empty and was not created by `dualres prepare`: use a new folder")
 
 
 def resume_or_start(out: Path, settings: dict[str, Any]) -> PrepareState:
@@ -144,7 +144,7 @@ def resume_or_start(out: Path, settings: dict[str, Any]) -> PrepareState:
             return state
         if state.chunks > 0:
             what = ", ".join(_change(key, state.settings.get(key), settings[key]) for key in changed)
-            raise DataError(f"{out} was prepared with other settings ({what}): use a new folder, or the same settings")
+            raise DataError(f"{out} was prepared with different settings ({what}): use a new folder, or those settings")
     (out / shards.TOKENIZER).unlink(missing_ok=True)
     state = PrepareState(settings)
     state.write(out)
@@ -169,13 +169,13 @@ def _change(key: str, before: Any, now: Any) -> str:
 
 
 def is_held_out(text: str, share: float) -> bool:
-    """Whether a document is for validation: by its text, so that all its copies are in the same split."""
+    """Whether a document is for validation, by a hash of its text: all copies are in the same split."""
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") < share * 2**64
 
 
 class _Counter:
-    """Shows the progress of a stage: documents and tokens since the start of the source, characters of this process."""
+    """Shows the progress of a stage: documents and tokens of the source so far, characters/s of this process."""
 
     def __init__(self, stage: str, parts: Sequence[SourcePart], state: PrepareState, show: Show):
         self.stage, self.parts, self.show = stage, parts, show
@@ -202,7 +202,7 @@ class _Counter:
 def _write_chunk(
     encoded: Iterator[tuple[Document, Tokens]], tokenizer: Tokenizer, settings: Settings, out: Path, state: PrepareState
 ) -> SourcePosition | None:
-    """One shard of each split, about `shard_tokens` in total. -> the position in the source, None at its end"""
+    """Write one shard of each split, about `shard_tokens` in total. -> the position in the source, None at its end"""
     dtype = shards.dtype_for(tokenizer.vocab_size)
     writers = {split: ShardWriter(out / f"{split}-{state.chunks:05d}.bin", dtype) for split in SPLITS}
     end = np.array([tokenizer.end_of_text], np.uint32)
@@ -235,20 +235,20 @@ def _encoded(
     documents: Iterator[Document], tokenizer: Tokenizer, counter: _Counter
 ) -> Iterator[tuple[Document, Tokens]]:
     """Each document with its tokens; the next batches are read and tokenized while one is written."""
-    waiting: deque[tuple[list[Document], Future[list[Tokens]]]] = deque()
+    pending: deque[tuple[list[Document], Future[list[Tokens]]]] = deque()
 
     def first() -> Iterator[tuple[Document, Tokens]]:
-        batch, future = waiting.popleft()
+        batch, future = pending.popleft()
         tokens = future.result()
         yield from zip(batch, tokens, strict=True)
         counter.add(batch, sum(map(len, tokens)) + len(batch))
 
     with ThreadPoolExecutor(BATCHES_AHEAD) as pool:
         for batch in _batches(documents):
-            waiting.append((batch, pool.submit(tokenizer.encode_batch, [document.text for document in batch])))
-            if len(waiting) > BATCHES_AHEAD:
+            pending.append((batch, pool.submit(tokenizer.encode_batch, [document.text for document in batch])))
+            if len(pending) > BATCHES_AHEAD:
                 yield from first()
-        while waiting:
+        while pending:
             yield from first()
 
 

@@ -19,7 +19,7 @@ INDEX, TOKENIZER = "index.json", "tokenizer.json"
 FORMAT = "dualres tokens 1"
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = ("train", "validation")
-READ = 2**24  # tokens at a time
+READ = 2**24  # tokens read at a time
 
 
 @dataclass(frozen=True)
@@ -92,12 +92,12 @@ class ShardWriter:
 
 
 def write_index(folder: Path, index: Index) -> None:
-    """The last step of `prepare`: a folder with an index is complete."""
+    """Complete a prepared folder: the index is written last."""
     write_json(folder / INDEX, {"format": FORMAT, **dataclasses.asdict(index)})
 
 
 def read_index(folder: Path) -> Index:
-    """The index of a prepared folder, after a check of its tokenizer and file sizes."""
+    """The index of a prepared folder, after checking its tokenizer and file sizes."""
     path = folder / INDEX
     if not path.is_file():
         raise DataError(f"{folder} has no {INDEX}: create it with `dualres prepare SOURCE {folder}`")
@@ -116,7 +116,7 @@ def read_index(folder: Path) -> Index:
 
 
 def check_sizes(folder: Path, index: Index) -> None:
-    """Refuse a folder with missing or truncated files."""
+    """Reject a folder with missing or truncated files."""
     for shard in (*index.train, *index.validation):
         path, wanted = folder / shard.file, shard.tokens * np.dtype(index.dtype).itemsize
         if not path.is_file():
@@ -127,7 +127,7 @@ def check_sizes(folder: Path, index: Index) -> None:
 
 
 def read_tokenizer(folder: Path, index: Index) -> tokenizers.Tokenizer:
-    """The tokenizer of the shards; a different one in its place is refused."""
+    """The tokenizer of the shards; a different one in its place raises."""
     tokenizer = tokenizers.load(folder / TOKENIZER, index.end_of_text)
     if tokenizer.fingerprint != index.fingerprint:
         raise DataError(
@@ -140,10 +140,10 @@ def read_tokenizer(folder: Path, index: Index) -> tokenizers.Tokenizer:
 def verify(
     folder: Path, index: Index, vocab_size: int, known: Mapping[str, Any] = {}, share: tuple[int, int] = (0, 1)
 ) -> dict[str, Any]:
-    """Read every shard once: refuse a wrong checksum or a token outside the vocabulary.
+    """Read every shard once; reject a wrong checksum or a token outside the vocabulary.
 
-    -> size and modification time of every file; files that have not changed since they were `known` are skipped. With
-    `share` (rank, ranks), each of many processes reads a part of a large folder.
+    -> size and modification time of every file; files unchanged since they were `known` are skipped. With `share`
+    (rank, ranks), each of several processes reads a part of a large folder.
     """
     seen = {}
     for shard in (*index.train, *index.validation)[share[0] :: share[1]]:
@@ -178,7 +178,7 @@ def dtype_for(vocab_size: int) -> Literal["uint16", "uint32"]:
 
 
 def read_stamps(path: Path) -> dict[str, Any] | None:
-    """A stored result of `verify`; None if it is missing or unreadable."""
+    """A stored result of `verify`; None if missing or unreadable."""
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):

@@ -1,4 +1,4 @@
-"""Document sources, as parts that are read one after the other in a fixed order.
+"""Document sources: parts that are read one after the other in a fixed order.
 
 A text file is split at blank lines into documents of about 16,000 characters; JSONL and Parquet have one per row.
 """
@@ -20,11 +20,11 @@ from dualres.util.errors import DataError
 from dualres.util.optional_dependencies import need
 
 PYTHON = "python"  # the name of the default source
-DOCUMENT_CHARACTERS = 16_000  # in a text file; a document ends with the paragraph that reaches it,
-LONGEST = 64_000  # or at this length, since a text without blank lines must not fill the memory
+DOCUMENT_CHARACTERS = 16_000  # in a text file: a document ends with the paragraph that reaches this length,
+MAX_CHARACTERS = 64_000  # or at this one, since a text without blank lines must not fill the memory
 FORMATS = (".txt", ".jsonl", ".json", ".parquet")
 COMPRESSIONS = (".gz", ".zst")
-BUFFER, ROWS = 2**20, 128  # bytes and rows of a Parquet file that are read together
+BUFFER, ROWS = 2**20, 128  # bytes and rows of a Parquet file read at a time
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
@@ -48,10 +48,10 @@ def open_source(name: str, field: str = "text", subset: str | None = None, split
     if path.is_file():
         return [_file(path, path.name, field)]
     if path.is_dir():
-        found = sorted(p for p in path.rglob("*") if p.is_file() and _format(p) in FORMATS)
-        if not found:
+        files = sorted(p for p in path.rglob("*") if p.is_file() and _format(p) in FORMATS)
+        if not files:
             raise DataError(f"{path} has no file that ends with {', '.join(FORMATS)} (or these with .gz or .zst)")
-        return [_file(p, p.relative_to(path).as_posix(), field) for p in found]
+        return [_file(p, p.relative_to(path).as_posix(), field) for p in files]
     if name.count("/") == 1 and not name.startswith((".", "/")) and not name.endswith(FORMATS + COMPRESSIONS):
         return [SourcePart(f"{name} {subset or ''} {split}", 0, lambda: _dataset(name, subset, split, field))]
     raise DataError(
@@ -60,7 +60,7 @@ def open_source(name: str, field: str = "text", subset: str | None = None, split
 
 
 def _format(path: Path) -> str:
-    """The suffix without that of the compression."""
+    """The suffix without the compression's."""
     return Path(path.stem).suffix if path.suffix in COMPRESSIONS else path.suffix
 
 
@@ -72,10 +72,10 @@ def _file(path: Path, name: str, field: str) -> SourcePart:
 
 
 def lines(path: Path, longest: int = -1) -> Iterator[tuple[int, str]]:
-    """The numbered lines of a plain or compressed file, from 1 on. Lines longer than `longest` bytes are split."""
+    """The lines of a plain or compressed file, numbered from 1. Lines longer than `longest` bytes are split."""
     number, decoder = 1, codecs.getincrementaldecoder("utf-8")()
     try:
-        with _opened(path) as file:
+        with _open(path) as file:
             while line := file.readline(longest):
                 yield number, decoder.decode(line)
                 number += line.endswith(b"\n")
@@ -97,7 +97,7 @@ def json_rows(path: Path) -> Iterator[tuple[str, Any]]:
         yield where, row
 
 
-def _opened(path: Path) -> io.BufferedIOBase:
+def _open(path: Path) -> io.BufferedIOBase:
     if path.suffix == ".gz":
         return gzip.open(path)
     if path.suffix == ".zst":
@@ -107,16 +107,16 @@ def _opened(path: Path) -> io.BufferedIOBase:
 
 
 def _text(path: Path, field: str) -> Iterator[str]:
-    gathered: list[str] = []
+    text: list[str] = []
     size = 0
-    for _, line in lines(path, LONGEST):
-        gathered.append(line)
+    for _, line in lines(path, MAX_CHARACTERS):
+        text.append(line)
         size += len(line)
-        if size >= (LONGEST if line.strip() else DOCUMENT_CHARACTERS):
-            yield "".join(gathered)
-            gathered, size = [], 0
-    if gathered:
-        yield "".join(gathered)
+        if size >= (MAX_CHARACTERS if line.strip() else DOCUMENT_CHARACTERS):
+            yield "".join(text)
+            text, size = [], 0
+    if text:
+        yield "".join(text)
 
 
 def _jsonl(path: Path, field: str) -> Iterator[str]:
@@ -126,7 +126,7 @@ def _jsonl(path: Path, field: str) -> Iterator[str]:
 def _parquet(path: Path, field: str) -> Iterator[str]:
     parquet = need("pyarrow.parquet", "data", "reading Parquet")
     try:
-        # Otherwise whole row groups are read, and some files are a single one.
+        # Without these options whole row groups are read, and some files consist of a single one.
         with parquet.ParquetFile(path, pre_buffer=False, buffer_size=BUFFER) as file:
             if field not in file.schema_arrow.names:
                 raise DataError(f"{path} has no column {field!r}: use --field with one of {file.schema_arrow.names}")

@@ -21,13 +21,13 @@ from dualres.util.optional_dependencies import need
 
 END_OF_TEXT = "<|endoftext|>"
 KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "[SEP]")
-TRAINING_BYTES = 64 * 2**20  # of text to train a BPE on, from the start of the source
+TRAINING_BYTES = 64 * 2**20  # of text for BPE training, from the start of the source
 
 Tokens = NDArray[np.uint32]
 
 
 class Tokenizer:
-    """Text to token ids and back. Special tokens in a text are encoded as text: a document cannot end itself."""
+    """Converts text to token ids and back. Special tokens in a text are encoded as plain text."""
 
     def __init__(self, backend: tokenizers.Tokenizer, end_of_text: int):
         added = backend.get_added_tokens_decoder().get(end_of_text)
@@ -52,7 +52,7 @@ class Tokenizer:
         return self.encode_batch([text])[0].tolist()
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Special tokens are skipped."""
+        """The text of `tokens`, without special tokens."""
         return self.backend.decode(list(tokens))
 
     @functools.cached_property
@@ -62,20 +62,20 @@ class Tokenizer:
         return hashlib.blake2b(f"{described}{self.end_of_text}".encode(), digest_size=16).hexdigest()
 
     def save(self, path: Path) -> None:
-        """As `tokenizer.json`, which `tokenizers` and `transformers` can load."""
+        """Write a `tokenizer.json`, which `tokenizers` and `transformers` can load."""
         write_text(path, self.backend.to_str(pretty=True))
 
 
 def same_tokens(first: tokenizers.Tokenizer, second: tokenizers.Tokenizer, end_of_text: int) -> bool:
-    """Whether both tokenize a text and end it in the same way, whatever they add to it or decode to."""
+    """Whether both tokenize a text and end it in the same way; added tokens and decoding may differ."""
     fingerprints = {_tokens_fingerprint(backend, end_of_text) for backend in (first, second)}
     return len(fingerprints) == 1 and None not in fingerprints
 
 
 def tokens_description(backend: tokenizers.Tokenizer) -> dict[str, Any]:
-    """The parts that determine the tokens of a text, without what is added to them and how they are decoded."""
-    around = dict.fromkeys(("post_processor", "decoder", "truncation", "padding"))
-    return {**json.loads(backend.to_str()), **around}
+    """The parts that determine the tokens of a text, without post-processing and decoding."""
+    removed = dict.fromkeys(("post_processor", "decoder", "truncation", "padding"))
+    return {**json.loads(backend.to_str()), **removed}
 
 
 def _tokens_fingerprint(backend: tokenizers.Tokenizer, end_of_text: int) -> str | None:
@@ -97,14 +97,14 @@ def load(path: Path, end_of_text: int | str | None = None) -> Tokenizer:
     if isinstance(end_of_text, int):
         return Tokenizer(backend, end_of_text)
     names = (end_of_text,) if end_of_text else KNOWN_ENDS
-    found = [number for name in names if (number := backend.token_to_id(name)) is not None]
-    if not found:
-        raise DataError(f"{path} has none of the end-of-text tokens {', '.join(names)}: name one with --end-of-text")
-    return Tokenizer(backend, found[0])
+    ids = [number for name in names if (number := backend.token_to_id(name)) is not None]
+    if not ids:
+        raise DataError(f"{path} has none of the end-of-text tokens {', '.join(names)}: pass one with --end-of-text")
+    return Tokenizer(backend, ids[0])
 
 
 def choose(name: str, stored: Path, texts: Iterator[str], end_of_text: str | None) -> Tokenizer:
-    """The tokenizer that `--tokenizer` names. A BPE is trained on `texts`, unless it is already `stored`."""
+    """The tokenizer selected by `--tokenizer`. A BPE is trained on `texts`, unless it is already `stored`."""
     if name == "bytes":
         return byte_tokenizer()
     if name == "tekken":
@@ -121,7 +121,7 @@ def choose(name: str, stored: Path, texts: Iterator[str], end_of_text: str | Non
 
 
 def byte_tokenizer() -> Tokenizer:
-    """256 bytes and end of text."""
+    """A tokenizer of 256 bytes and end of text."""
     return Tokenizer(*_byte_backend())
 
 
@@ -148,8 +148,8 @@ def tekken() -> Tokenizer:
     described = json.loads(file.read_text(encoding="utf-8"))
     config = described["config"]
     specials = config["default_num_special_tokens"]
-    ordinary = described["vocab"][: config["default_vocab_size"] - specials]
-    pieces = [base64.b64decode(entry["token_bytes"]) for entry in ordinary]
+    regular = described["vocab"][: config["default_vocab_size"] - specials]
+    pieces = [base64.b64decode(entry["token_bytes"]) for entry in regular]
     alphabet = _byte_letters()
 
     def letters(piece: bytes) -> str:
@@ -172,7 +172,7 @@ def tekken() -> Tokenizer:
 
 
 def merges_of(pieces: Sequence[bytes]) -> Iterator[tuple[bytes, bytes]]:
-    """The pair that makes each token of a ranked vocabulary: what merging by rank leaves before the last step."""
+    """The merge that forms each token of a ranked vocabulary: the pair left before the last merge by rank."""
     ranks = {piece: rank for rank, piece in enumerate(pieces)}
     for rank, piece in enumerate(pieces):
         parts = [piece[i : i + 1] for i in range(len(piece))]
@@ -208,7 +208,7 @@ def _byte_letters() -> list[str]:
 
 
 def _is_bytes(backend: tokenizers.Tokenizer) -> bool:
-    """Whether every byte is its own token id, so that encoding is copying."""
+    """Whether every byte is its own token id, so that encoding just copies bytes."""
     return backend.get_vocab_size() == 257 and backend.to_str() == _byte_backend()[0].to_str()
 
 

@@ -263,7 +263,7 @@ def _open_run(folder: Path, which: str) -> TrainedModel:
 
 def find_checkpoint(folder: Path, which: str) -> Path:
     """The folder of a run's last or best checkpoint."""
-    found = checkpoints.found(folder / run_folder.CHECKPOINTS)
+    found = checkpoints.complete_checkpoints(folder / run_folder.CHECKPOINTS)
     if not found:
         raise TrainError(f"{folder} has no checkpoint yet: train until train.checkpoint_every, or to the end")
     if which == "last":

@@ -2,6 +2,6 @@
 
 `decoder` builds a decoder-only model from `attention`, `feedforward` or `moe` branches; `block` runs branches on a
 residual pathway; `loss` is the training objective; `generation` continues prompts; `accounting` counts parameters,
-flops and bytes; `activation_checkpointing` says what a block saves for its backward pass. Nothing here names a residual
-method.
+flops and bytes; `activation_checkpointing` decides what a block saves for its backward pass. Nothing here depends on a
+particular residual method.
 """

@@ -20,15 +20,15 @@ from dualres.model.moe import MoE
 from dualres.ops import dispatch, traffic
 from dualres.residual.pathway import History
 
-TOKENS_OF_TRAFFIC = 7  # no dimension of a parameter
+TOKENS_OF_TRAFFIC = 7  # differs from every parameter dimension
 
 
 class Parameters(NamedTuple):
-    """Numbers of parameters; each tensor counts once, so a tied vocabulary too."""
+    """Parameter counts; each tensor counts once, including a tied vocabulary."""
 
     total: int
     vocabulary: int
-    active: int  # used by one token: only those experts that it is routed to
+    active: int  # used by one token: of the experts, only those it is routed to
     residual: int  # of the pathways and the readout
 
 
@@ -55,7 +55,7 @@ class Traffic(NamedTuple):
 class StateBytes(NamedTuple):
     """Bytes of residual state per token."""
 
-    history: int  # the states that the readout sees
+    history: int  # the states that the readout reads
     live: int  # the streams inside a block
 
 
@@ -93,15 +93,15 @@ def state_bytes_per_token(decoder: Decoder, bytes_per_element: int = 2) -> State
     """Bytes of residual state of one token in the forward pass, by default in bfloat16."""
     blocks = list(decoder.stack)
     state = decoder.stack.streams * decoder.config.width * bytes_per_element
-    kept = 1 + len(blocks) if blocks[-1].pathway.keeps_history else 1
-    return StateBytes(kept * state, state)
+    states = 1 + len(blocks) if blocks[-1].pathway.keeps_history else 1
+    return StateBytes(states * state, state)
 
 
 def residual_traffic(decoder: Decoder) -> Traffic:
     """Traffic of pathways and readout for one token, forward and backward, by the formulas of the fused operators.
 
     Other operations on a stream, such as summing gradients from several readers, count what they read and write.
-    Branches count nothing, nor do their norms, which the fused read applies. `decoder` must be on the meta device.
+    Branches and their norms, which the fused read applies, count nothing. `decoder` must be on the meta device.
     """
     stack = copy.deepcopy(decoder.stack)
     shapes_only = FakeTensorMode(allow_non_fake_inputs=True)  # parameters on the meta device are not fake tensors
@@ -135,7 +135,7 @@ def pathway_alone(block: ResidualBlock, history: History) -> History:
 
 
 def _vocabulary_flops(decoder: Decoder) -> int:
-    """Maps into and out of a factorized table, and the logits; a lookup is free."""
+    """Flops of the maps into and out of a factorized table, and of the logits; a lookup is free."""
     vocabulary = decoder.vocabulary
     table = 2 * vocabulary.table.weight.numel()
     if vocabulary.widen is None:

@@ -1,4 +1,4 @@
-"""Activation checkpointing: what a block keeps of its forward pass for the backward pass."""
+"""Activation checkpointing: what a block saves in its forward pass for the backward pass."""
 
 from functools import partial
 from typing import Any, Literal
@@ -10,7 +10,7 @@ from dualres.ops import grouped  # noqa: F401  (it registers dualres::grouped_li
 
 Recompute = Literal["none", "selective", "full"]
 
-PRODUCTS = [  # what costs most to compute again for the memory it takes
+PRODUCTS = [  # the operators that cost most to recompute for the memory they take
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
@@ -19,7 +19,7 @@ PRODUCTS = [  # what costs most to compute again for the memory it takes
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.dualres.grouped_linear.default,
 ]
-DROPOUT = {  # where an operator is told the probability, if it has dropout inside
+DROPOUT = {  # the position of the argument dropout_p in operators that have one
     product: [argument.name for argument in product._schema.arguments].index("dropout_p")
     for product in PRODUCTS
     if "dropout_p" in str(product._schema)
@@ -27,18 +27,18 @@ DROPOUT = {  # where an operator is told the probability, if it has dropout insi
 
 
 def keep_products(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Keep the result of a product, unless it draws random numbers.
+    """Save the result of a product, unless it draws random numbers.
 
-    Such a one must run again: if it did not, what draws after it in the block would draw other numbers than before.
+    Such an operator must run again: otherwise later draws in the block would get different random numbers.
     """
     place = DROPOUT.get(operator)
     drops = place is not None and (args[place] if len(args) > place else kwargs.get("dropout_p", 0.0)) > 0
     return CheckpointPolicy.MUST_SAVE if operator in PRODUCTS and not drops else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-# "full" keeps the block's inputs alone; "selective" also the results of matrix products and attention. The random state
-# is kept in both, so that a branch's dropout drops the same again.
-KEPT: dict[str, dict[str, Any]] = {  # options of `torch.utils.checkpoint.checkpoint`
+# "full" saves only the block's inputs; "selective" also the results of matrix products and attention. Both save the
+# random state, so that a branch's dropout repeats its mask.
+CHECKPOINT_OPTIONS: dict[str, dict[str, Any]] = {  # options of `torch.utils.checkpoint.checkpoint`
     "full": {},
     "selective": {"context_fn": partial(create_selective_checkpoint_contexts, keep_products)},
 }

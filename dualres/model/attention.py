@@ -1,4 +1,4 @@
-"""Grouped-query attention with rotary positions, and what the branches of one forward pass share."""
+"""Grouped-query attention with rotary positions, and the context that all branches of a forward pass share."""
 # B batch  T tokens  P past and present tokens  D width  H head width
 
 import math
@@ -15,7 +15,7 @@ class Cache(Protocol):
     """Keys and values of earlier tokens; `transformers`' `DynamicCache` implements it too."""
 
     def update(self, key: Tensor, value: Tensor, layer: int, /) -> tuple[Tensor, Tensor]:
-        """Append the new tokens' keys and values and return all. (B,heads,T,H) -> (B,heads,P,H)"""
+        """Append the new tokens' keys and values and return all of them. (B,heads,T,H) -> (B,heads,P,H)"""
         ...
 
     def get_seq_length(self) -> int: ...
@@ -44,8 +44,8 @@ class RouterReport:
 
     A recomputed layer overwrites its own entry, so it counts once. `scale` multiplies the gradient that the auxiliary
     loss adds to each backward pass: use 1 / accumulation steps if the language-model loss is divided by that, times
-    the loss scale if there is one. With `attached=False` the losses stay out of the output's gradient and keep their
-    graph, for a caller who adds them to a loss. Padding tokens are routed and counted like all others.
+    the loss scale, if any. With `attached=False` the losses stay out of the output's gradient and keep their
+    graph, for a caller that adds them to a loss. Padding tokens are routed and counted like all others.
     """
 
     def __init__(self, scale: float = 1.0, attached: bool = True):
@@ -62,8 +62,8 @@ class RouterReport:
 class Context:
     """The argument of every branch.
 
-    Neither this nor the report is a dataclass or a pytree: FSDP2 would take them apart to cast their contents, which
-    rounds the rotary tables and gives the branches a copy of the report.
+    Neither this nor the report is a dataclass or a pytree: FSDP2 would cast their contents, which rounds the rotary
+    tables and gives the branches a copy of the report.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Attention(nn.Module):
             key, value = context.cache.update(key, value, self.layer)
         mask = context.mask
         causal = mask is None
-        if query.shape[2] == 1:  # an `if`, not a product: when compiled for any length, `causal` must stay a constant
+        if query.shape[2] == 1:  # an `if` statement, so that `causal` stays a constant when compiled for any length
             causal = False  # a single token attends to everything cached
         mixed = scaled_dot_product_attention(query, key, value, mask, is_causal=causal, enable_gqa=True)
         return self.output(mixed.transpose(1, 2).flatten(2))
@@ -136,7 +136,7 @@ def rotary_tables(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tenso
 def rotary_frequencies(
     head_width: int, base: float, scaling: RopeScaling | None, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """base^(−2i/H) of the H/2 planes of a head, scaled for a longer context if the model says so. -> (H/2)"""
+    """base^(−2i/H) of the H/2 planes of a head, scaled for a longer context by `scaling`. -> (H/2)"""
     exponents = torch.arange(0, head_width, 2, dtype=dtype, device=device) / head_width
     frequencies = 1.0 / base**exponents
     if scaling is None:
@@ -153,7 +153,7 @@ def rotary_frequencies(
 def causal_mask(
     tokens: int, past: int, attention_mask: Tensor | None, documents: Tensor | None, device: torch.device
 ) -> Tensor | None:
-    """Boolean attention mask of `tokens` new tokens after `past` cached ones. -> (B or 1,1,T,P), None if plainly causal
+    """Boolean attention mask of `tokens` new tokens after `past` cached ones. -> (B or 1,1,T,P), None if just causal
 
     `attention_mask` (B,P) is False at padding; `documents` (B,P) numbers each token's document, and tokens attend
     within their own. Every token attends to itself, so no softmax row is empty.

@@ -1,4 +1,4 @@
-"""A residual block and a stack of them: branches run through pathways, whatever the branches and the pathways are."""
+"""A residual block and a stack of blocks, for any branches and pathways."""
 # B batch  T tokens  D width  J streams
 
 from collections.abc import Callable, Iterator, Sequence
@@ -9,16 +9,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dualres.config.schema import ResidualConfig
-from dualres.model.activation_checkpointing import KEPT, Recompute
+from dualres.model.activation_checkpointing import CHECKPOINT_OPTIONS, Recompute
 from dualres.ops import Norm
 from dualres.residual import registry
 from dualres.residual.pathway import History, Pathway
 
-FORMS_OF_A_BLOCK = 8  # training, validation, another shape, …: as many as PyTorch grants one function
+COMPILATIONS_PER_BLOCK = 8  # training, validation, another shape, …: PyTorch's default limit for one function
 
 
 class NormedBranch(nn.Module):
-    """f_l: a module with its input norm, which the pathway applies in the pass that reads. It never sees a stream.
+    """f_l: a module with its input norm, which the pathway fuses into its read. It never sees a stream.
 
     In a block only `module` is called, so hooks on the branch or on its norm do not fire there.
     """
@@ -29,7 +29,7 @@ class NormedBranch(nn.Module):
         if not plain or norm.eps is None or not norm.elementwise_affine or len(norm.normalized_shape) != 1:
             raise ValueError(
                 f"the norm of a NormedBranch must be an RMSNorm with weights and an eps, nn.RMSNorm(width, eps=1e-6), "
-                f"and is {norm}: put another norm into the branch itself, as its first step"
+                f"got {norm}: put any other norm into the branch itself, as its first step"
             )
         self.norm = norm
         self.module = module
@@ -40,60 +40,60 @@ class NormedBranch(nn.Module):
 
 
 class ResidualBlock(nn.Module):
-    """One block: the unit that is sharded, recomputed, compiled and sent to a pipeline stage."""
+    """One block: the unit of sharding, recomputation, compilation and pipeline stages."""
 
     def __init__(self, branches: Sequence[nn.Module], pathway: Pathway):
         super().__init__()
         self.branches = nn.ModuleList(branches)
         self.pathway = pathway
         self.recompute: Recompute = "none"
-        self.compiled_run: Callable[..., Tensor] | None = None  # `run`, where `compile_blocks` has compiled it
-        self.tap: Any = None  # around the pathway, where an analysis has put one (`dualres.analyze.taps`)
+        self.compiled_run: Callable[..., Tensor] | None = None  # `run`, if `compile_blocks` has compiled it
+        self.tap: Any = None  # a wrapper of the pathway, set by an analysis (`dualres.analyze.taps`)
 
     def forward(self, *history: Tensor, **context: Any) -> Tensor:
-        """H_0 … H_{b-1} (the last alone for a pathway without history), each (J,B,T,D) -> H_b (J,B,T,D)"""
+        """H_0 … H_{b-1} (only the last for a pathway without history), each (J,B,T,D) -> H_b (J,B,T,D)"""
         return (self.compiled_run or self.run)(*history, **context)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies and pickles are neither compiled nor tapped: as with `nn.Module.compile`, that is this block's own."""
+        """Copies and pickles are neither compiled nor tapped, as with `nn.Module.compile`."""
         return {**super().__getstate__(), "compiled_run": None, "tap": None}
 
     def run(self, *history: Tensor, **context: Any) -> Tensor:
-        """What is compiled. `forward` is around it, so that an engine's hooks on the module stay outside."""
+        """The part that is compiled: `forward` wraps it, so that an engine's hooks on the module stay outside."""
         if self.recompute == "none" or not torch.is_grad_enabled():
             return self.compute(*history, **context)
-        keep = KEPT[self.recompute]
+        keep = CHECKPOINT_OPTIONS[self.recompute]
         return checkpoint(self.compute, *history, use_reentrant=False, **keep, **context)
 
     def compute(self, *history: Tensor, **context: Any) -> Tensor:
-        """The block itself: what a recomputation runs again."""
+        """The block itself: the part that is recomputed."""
         pathway: Pathway = self.tap or self.pathway
         state = pathway.open(history)
         for i, branch in enumerate(self.branches):
             h, state = pathway.read(state, i, input_norm(branch))
             update = (branch.module if isinstance(branch, NormedBranch) else branch)(h, **context)
-            state = pathway.write(state, i, fitting(update, h))
+            state = pathway.write(state, i, checked_update(update, h))
         return pathway.close(state)
 
 
 def input_norm(branch: nn.Module) -> Norm | None:
-    """The norm that the pathway applies for the branch, if it lets it."""
+    """The norm that the pathway applies for the branch; None if the branch applies its own."""
     return Norm(branch.norm.weight, cast(float, branch.norm.eps)) if isinstance(branch, NormedBranch) else None
 
 
-def fitting(update: Tensor, h: Tensor) -> Tensor:
-    """`update`, which a branch made of `h`; another shape would be broadcast into the streams without a word.
+def checked_update(update: Tensor, h: Tensor) -> Tensor:
+    """The output of a branch for `h`, made contiguous so that no later read has to copy it.
 
-    Contiguous, so that no later read has to make a copy of it.
+    A different shape raises: it would be broadcast into the streams silently.
     """
     if not isinstance(update, Tensor) or update.shape != h.shape:
-        found = tuple(update.shape) if isinstance(update, Tensor) else type(update).__name__
-        raise ValueError(f"a branch returned {found} for an input of {tuple(h.shape)}: it must return the same shape")
+        result = tuple(update.shape) if isinstance(update, Tensor) else type(update).__name__
+        raise ValueError(f"a branch returned {result} for an input of {tuple(h.shape)}: it must return the same shape")
     return update.contiguous()
 
 
 class ResidualStack(nn.Module):
-    """A network between embedding and output: blocks over a growing history, then the readout."""
+    """A network without embedding and output: blocks over a growing history, then the readout."""
 
     def __init__(self, blocks: Sequence[ResidualBlock], readout: nn.Module, streams: int):
         super().__init__()
@@ -106,16 +106,16 @@ class ResidualStack(nn.Module):
         return iter(cast(Sequence[ResidualBlock], self.blocks))
 
     def start_divisors(self) -> list[float]:
-        """By what the standard residual's state is divided, at the zero start, in every branch's input and the output.
+        """The divisors of the standard residual's state in every branch's input and the output, at the zero start.
 
-        -> one per branch, then the output's. With eps / divisor² the norms give what they give the standard residual.
+        -> one per branch, then the output's. With eps / divisor² the norms match those of the standard residual.
         """
         inside = [block.pathway.start_divisor(i) for block in self for i in range(len(block.branches))]
         readout = cast(Any, self.readout)
         return [*inside, readout.start_divisor(self.streams, 1 + len(self.blocks))]
 
     def forward(self, embedding: Tensor, **context: Any) -> Tensor:
-        """(B,T,D), or any other axes before the width -> the same; `context` goes to every branch as it is."""
+        """(B,T,D), or any other axes before the width -> the same; `context` is passed to every branch."""
         history = embed(embedding, self.streams)
         for block in self:
             history = after(block, history, **context)
@@ -130,50 +130,50 @@ def embed(embedding: Tensor, streams: int) -> History:
 
 
 def after(block: ResidualBlock, history: History, **context: Any) -> History:
-    """The block's history and what it makes of it: what the next block sees."""
+    """The history that the next block sees: the block's history with its output."""
     return extended(history, block(*history, **context), block.pathway)
 
 
 def extended(history: History, state: Tensor, pathway: Pathway) -> History:
-    """H_0 … H_b, or H_b alone where the pathway keeps no history."""
+    """H_0 … H_b, or only H_b if the pathway keeps no history."""
     return (*history, state) if pathway.keeps_history else (state,)
 
 
 def residual_stack(
     branches: Sequence[nn.Module], dim: int, residual: ResidualConfig | str, eps: float = 1e-6
 ) -> ResidualStack:
-    """Put branches, each a module (B,T,D) -> (B,T,D) with its own input norm, on the residual pathway of your choice.
+    """Put branches, each a module (B,T,D) -> (B,T,D) with its own input norm, on a residual pathway.
 
     `residual` is a method's name, such as "dar-block", or a `ResidualConfig` with its options. With
-    `share_parameters=True` every second branch of a block shares its parameters, as attention and feed-forward
-    alternate; for branches in another order take `share_parameters=False`.
+    `share_parameters=True` every second branch of a block shares its parameters, since attention and feed-forward
+    alternate; for branches in a different order use `share_parameters=False`.
     """
     config = ResidualConfig(residual) if isinstance(residual, str) else residual
-    made = registry.build(dim, len(branches), config, eps)
+    network = registry.build(dim, len(branches), config, eps)
     rest = iter(branches)
     blocks = [
         ResidualBlock([next(rest) for _ in place.set_of_branch], pathway)
-        for place, pathway in zip(made.places, made.pathways, strict=True)
+        for place, pathway in zip(network.places, network.pathways, strict=True)
     ]
-    return ResidualStack(blocks, made.readout, made.streams)
+    return ResidualStack(blocks, network.readout, network.streams)
 
 
 def recompute_blocks(stack: ResidualStack, how: Recompute) -> None:
-    """Keep less of every block for the backward pass, and compute it again there."""
+    """Save less of every block for the backward pass and recompute it there."""
     for block in stack:
         block.recompute = how
 
 
 def compile_blocks(stack: ResidualStack, **options: Any) -> None:
-    """`torch.compile` every block by itself, in place. A copy of the stack is not compiled: call it for the copy, too.
+    """`torch.compile` every block separately, in place. Copies of the stack are not compiled: call this for each copy.
 
-    Two settings of PyTorch change for the whole process. All blocks share one `forward`, and each sees a history of
-    another length, so the limit on compiling a function anew grows by the number of blocks. And backward passes leave
-    autocast, as they do in eager mode, so that the gradients of depth scores and gates stay in float32.
+    This changes two PyTorch settings for the whole process. All blocks share one `forward`, and each has a history of a
+    different length, so the recompilation limit grows with the number of blocks. And backward passes run without
+    autocast, as in eager mode, so that the gradients of depth scores and gates stay in float32.
     """
     dynamo, blocks = torch._dynamo.config, len(stack.blocks)
-    dynamo.recompile_limit = max(dynamo.recompile_limit, FORMS_OF_A_BLOCK * blocks)
-    dynamo.accumulated_recompile_limit = max(dynamo.accumulated_recompile_limit, 4 * FORMS_OF_A_BLOCK * blocks)
+    dynamo.recompile_limit = max(dynamo.recompile_limit, COMPILATIONS_PER_BLOCK * blocks)
+    dynamo.accumulated_recompile_limit = max(dynamo.accumulated_recompile_limit, 4 * COMPILATIONS_PER_BLOCK * blocks)
     torch._functorch.config.backward_pass_autocast = "off"
     for block in stack:
         block.compiled_run = torch.compile(block.run, **options)

@@ -102,10 +102,10 @@ class Decoder(nn.Module):
         """
         past = cache.get_seq_length() if cache is not None else 0
         batch, length = tokens.shape
-        for name, given in (("attention_mask", attention_mask), ("documents", documents)):
-            if given is not None and given.shape != (batch, past + length):
+        for name, tensor in (("attention_mask", attention_mask), ("documents", documents)):
+            if tensor is not None and tensor.shape != (batch, past + length):
                 raise ValueError(
-                    f"{name} has shape {tuple(given.shape)}; {batch} × {length} tokens after {past} cached ones need "
+                    f"{name} has shape {tuple(tensor.shape)}; {batch} × {length} tokens after {past} cached ones need "
                     f"{(batch, past + length)}"
                 )
         if attention_mask is None:
@@ -125,7 +125,7 @@ class Decoder(nn.Module):
         cache: Cache | None = None,
         report: RouterReport | None = None,
     ) -> Context:
-        """The branches' argument, also for callers with their own embeddings, positions and mask.
+        """The context of the branches, also for callers with their own embeddings, positions and mask.
 
         embedding (B,T,D), positions (B or 1,T), mask (B or 1,1,T,P): True where a token may attend; None if it is
         causal with nothing cached, or for a single token
@@ -137,7 +137,7 @@ class Decoder(nn.Module):
         return Context(*rotary_tables(positions, frequencies), mask, cache, report)
 
     def reset_parameters(self, seed: int = 42) -> None:
-        """Initialize all weights. The same seed gives the same vocabulary and branches with every residual method."""
+        """Initialize all weights. The same seed gives the same vocabulary and branches for every residual method."""
         for part, name in self.parts():
             reset_part(part, name, self.config.init_std, seed)
 

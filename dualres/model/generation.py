@@ -1,4 +1,4 @@
-"""Continue prompts: greedy or sampled, in batches of unequal length, with or without a cache."""
+"""Continue prompts: greedy or sampled, in batches of prompts of different lengths, with or without a cache."""
 # B batch  T tokens  V vocabulary
 
 import operator
@@ -22,27 +22,27 @@ def generate(
     generator: torch.Generator | None = None,
     cached: bool = True,
 ) -> list[list[int]]:
-    """The `new_tokens` tokens that follow each prompt; temperature 0 takes the likeliest.
+    """The `new_tokens` tokens that follow each prompt; temperature 0 is greedy decoding.
 
-    Shorter prompts are padded on the left. `cached=False` runs the whole sequence again for every token.
+    Shorter prompts are padded on the left. `cached=False` recomputes the whole sequence for every token.
     """
     if len(prompts) == 0 or any(len(prompt) == 0 for prompt in prompts):
         raise ValueError(f"prompts={prompts!r}: each needs at least one token, for example the end-of-text token")
     if new_tokens < 0:
         raise ValueError(f"new_tokens={new_tokens} is negative: use 0 or more")
     if not 0 <= temperature < float("inf"):
-        raise ValueError(f"temperature={temperature} is not a number from 0 up: use 0 for the likeliest token, or 1")
+        raise ValueError(f"temperature={temperature} is not a finite number ≥ 0: use 0 for greedy decoding, or 1")
     avoid_hidden_tiles()
     device = decoder.norm.weight.device
     tokens, attention_mask = left_pad(prompts, device)
     cache = KVCache() if cached else None
-    fresh = tokens
+    new = tokens
     for _ in range(new_tokens):
-        logits = decoder(fresh, attention_mask=attention_mask, cache=cache)[:, -1]  # (B,V)
+        logits = decoder(new, attention_mask=attention_mask, cache=cache)[:, -1]  # (B,V)
         chosen = _choose(logits, temperature, generator)
         tokens = torch.cat([tokens, chosen], 1)
         attention_mask = torch.cat([attention_mask, torch.ones_like(chosen, dtype=torch.bool)], 1)
-        fresh = chosen if cached else tokens
+        new = chosen if cached else tokens
     return tokens[:, tokens.shape[1] - new_tokens :].tolist()
 
 

@@ -1,4 +1,4 @@
-"""The training objective: mean next-token cross-entropy, without ever holding all logits."""
+"""The training objective: mean next-token cross-entropy, without ever materializing all logits."""
 # B batch  T tokens  D width  V vocabulary
 
 from collections.abc import Callable
@@ -11,15 +11,15 @@ from dualres.model.attention import RouterReport
 from dualres.model.decoder import Decoder
 
 CrossEntropy = Callable[[Tensor, Tensor, Tensor, int], Tensor]  # hidden, weight, targets, rows at a time -> the mean
-# The log-partition and the target's logit in one range of the vocabulary -> in all ranges
-OverRanges = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+# The log-partition and the target's logit in this rank's range of the vocabulary -> in the whole vocabulary
+ReduceOverRanks = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class Objective(nn.Module):
     """A decoder with its loss in one module, so that FSDP2 sees the output weights used inside a `forward`.
 
-    Logits are computed for `loss_rows` tokens at a time. With `end_of_text` tokens attend only within their document;
-    without it they attend to the whole sequence, whatever documents were packed into it.
+    Logits are computed for `loss_rows` tokens at a time. With `end_of_text`, tokens attend only within their document;
+    without it they attend to the whole sequence, across the documents packed into it.
     """
 
     def __init__(
@@ -39,11 +39,11 @@ class Objective(nn.Module):
         return self.loss(self.decoder.hidden(tokens, documents=self.documents(tokens), report=report), sequences)
 
     def documents(self, tokens: Tensor) -> Tensor | None:
-        """The number of each token's document if documents are isolated. (B,T) -> (B,T)"""
+        """The document number of each token if documents are isolated, else None. (B,T) -> (B,T)"""
         return None if self.end_of_text is None else document_numbers(tokens, self.end_of_text)
 
     def loss(self, hidden: Tensor, sequences: Tensor) -> Tensor:
-        """From normalized hidden states. (B,T,D), (B,T+1) -> ()"""
+        """The loss of normalized hidden states. (B,T,D), (B,T+1) -> ()"""
         rows, weight = self.decoder.vocabulary.output_product(hidden)
         return self.cross_entropy(rows, weight, sequences[:, 1:], self.loss_rows)
 
@@ -67,8 +67,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, rows: int) -> Tensor:
         """hidden (N,D), weight (V,D), targets (N) -> ()"""
-        loss, *made = loss_and_gradients(hidden, weight, targets, rows, differentiated=any(ctx.needs_input_grad))
-        ctx.save_for_backward(*made)
+        loss, *gradients = loss_and_gradients(hidden, weight, targets, rows, differentiated=any(ctx.needs_input_grad))
+        ctx.save_for_backward(*gradients)
         return loss
 
     @staticmethod
@@ -86,12 +86,12 @@ def loss_and_gradients(
     *,
     differentiated: bool,
     inside: Tensor | None = None,
-    over_ranges: OverRanges | None = None,
+    reduce_over_ranks: ReduceOverRanks | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The mean of −log p[target], p = softmax(h Wᵀ), and dh = (p − onehot) W / N, dW = (p − onehot)ᵀ h / N.
 
-    hidden (N,D), weight (V,D), targets (N) -> (), (N,D), (V,D). If W is a range of the vocabulary, `inside` (N) tells
-    which targets are in it, and `over_ranges` combines all ranges.
+    hidden (N,D), weight (V,D), targets (N) -> (), (N,D), (V,D). If W is a range of the vocabulary, `inside` (N) marks
+    the targets in it, and `reduce_over_ranks` combines the ranges of all ranks.
     """
     precise = torch.promote_types(hidden.dtype, torch.float32)
     present = torch.ones_like(targets, dtype=torch.bool) if inside is None else inside
@@ -103,10 +103,10 @@ def loss_and_gradients(
         part = slice(start, start + rows)
         logits = (hidden[part] @ weight.T).to(precise)  # (rows,V)
         log_partition = logits.logsumexp(-1, keepdim=True)
-        chosen = logits.gather(-1, target[part]).where(present[part], 0)
-        if over_ranges is not None:
-            log_partition, chosen = over_ranges(log_partition, chosen)
-        total += (log_partition - chosen).sum()
+        target_logit = logits.gather(-1, target[part]).where(present[part], 0)
+        if reduce_over_ranks is not None:
+            log_partition, target_logit = reduce_over_ranks(log_partition, target_logit)
+        total += (log_partition - target_logit).sum()
         if grad_hidden is None or grad_weight is None:
             continue
         error = logits.sub_(log_partition).exp_()

@@ -1,4 +1,4 @@
-"""Mixture of experts: every token goes to its top k of E experts, and none is dropped."""
+"""Mixture of experts: every token is routed to its top k of E experts, and no token is dropped."""
 # B batch  T tokens  N = B·T  D width  E experts  k active experts  F expert width
 
 from collections.abc import Callable
@@ -15,16 +15,16 @@ Experts = Callable[[Tensor, Tensor], Tensor]  # rows grouped by expert, number o
 
 
 class LocalExperts:
-    """All tokens of a micro-batch and all experts are in this process; see `ExpertParallel` for several."""
+    """All tokens of a micro-batch and all experts are in this process; see `ExpertParallel` for several processes."""
 
-    shards = 1  # of the micro-batch, of equal size
+    shards = 1  # equal shards of the micro-batch
 
     def total(self, assigned: Tensor) -> Tensor:
-        """The assignments of all shards of the micro-batch, from those of this one. (E,) -> (E,)"""
+        """The assignments summed over all shards of the micro-batch. (E,) -> (E,)"""
         return assigned
 
     def apply(self, experts: Experts, rows: Tensor, assigned: Tensor) -> Tensor:
-        """Send rows, grouped by expert, through their experts, wherever these are. (M,D), (E,) -> (M,D)"""
+        """Send rows, grouped by expert, through their experts, on whichever rank they are. (M,D), (E,) -> (M,D)"""
         return experts(rows, assigned)
 
     def own(self, weight: Tensor) -> Tensor:
@@ -35,18 +35,18 @@ class LocalExperts:
 class MoE(nn.Module):
     """Σ_{e in top-k} p_e · expert_e(x), with p the softmax over the k largest router logits.
 
-    The auxiliary loss E·Σ_e f_e P_e (f_e: share of the N·k assignments, P_e: mean router probability; 1 where routing
+    The auxiliary loss E·Σ_e f_e P_e (f_e: fraction of the N·k assignments, P_e: mean router probability; 1 if routing
     is uniform) is attached to p: its gradient flows with p's, although no returned loss contains it.
     """
 
-    matrices = ("gate_up", "down")  # with weight decay, as in `nn.Linear`
+    matrices = ("gate_up", "down")  # subject to weight decay, like the weights of `nn.Linear`
 
     def __init__(self, width: int, hidden: int, experts: int, active: int, aux_coefficient: float, layer: int):
         super().__init__()
         register_flop_formulas()
         self.experts, self.active, self.aux_coefficient, self.layer = experts, active, aux_coefficient, layer
         self.router = nn.Linear(width, experts, bias=False)
-        self.gate_up = nn.Parameter(torch.empty(experts, 2 * hidden, width))  # the gate's rows, then the up's
+        self.gate_up = nn.Parameter(torch.empty(experts, 2 * hidden, width))  # rows of the gate, then of the up map
         self.down = nn.Parameter(torch.empty(experts, width, hidden))
         self.placement = LocalExperts()
         self.reset_parameters()
@@ -100,13 +100,13 @@ def product_dtype(x: Tensor) -> torch.dtype:
 
 @no_autocast
 def router_logits(tokens: Tensor, weight: Tensor) -> Tensor:
-    """In float32 at least: a rounded logit would change the expert. (N,D), (E,D) -> (N,E)"""
+    """Router logits in at least float32: rounding could change the selected experts. (N,D), (E,D) -> (N,E)"""
     dtype = torch.promote_types(tokens.dtype, torch.float32)
     return linear(tokens.to(dtype), weight.to(dtype))
 
 
 class AttachLoss(torch.autograd.Function):
-    """The identity of a tensor, whose backward pass gives `loss` the gradient 1."""
+    """The identity of a tensor; its backward pass also gives `loss` the gradient 1."""
 
     @staticmethod
     def forward(x: Tensor, loss: Tensor) -> Tensor:

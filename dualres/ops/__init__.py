@@ -1,8 +1,8 @@
 """The operators of the residual pathways, and the grouped matrix product of the experts.
 
-`reference` holds every operator as its equation, the definition of correct. `api` is what pathways call: it runs the
-fused kernels of the device (`cpu`, `triton`; `dispatch` decides) or the equations. `autograd` registers the kernels
-as PyTorch operators with gradients, `checks` guards every call, `traffic` counts what a kernel moves.
+`reference` has every operator as its equation, the definition of correct. `api` is what pathways call: it runs the
+device's fused kernels (`cpu` or `triton`, as `dispatch` decides) or the equations. `autograd` registers the kernels as
+PyTorch operators with gradients, `checks` validates every call, `traffic` counts the memory traffic of the kernels.
 """
 
 from dualres.ops.api import (

@@ -1,4 +1,4 @@
-"""The operators as pathways call them: fused kernels where the device has them, the equations elsewhere."""
+"""The operators as pathways call them: fused kernels if the device has them, otherwise the equations."""
 # B batch  T tokens  D width  J stored streams  O output streams  R history  U query sets  K updates
 
 import functools
@@ -52,34 +52,34 @@ class Equations:
 
 
 def prefix(history: Sequence[Tensor], queries: Tensor, *, route: Route, eps: float) -> tuple[Prefix, ...]:
-    """Phase 1, once per block: what the history alone gives every query set.
+    """Phase 1, once per block: what each query set retrieves from the history alone.
 
     history R × (J,B,T,D), queries (U,O,D) -> one `Prefix` per query set
     """
     if dispatch.kind(_first("history", history)) == "reference":
         checks.prefix(history, queries, *route)
         return Equations.prefix(history, queries, route=route, eps=eps)
-    given = PrefixArguments(list(history), queries, list(route.key), list(route.value), eps)
-    found, sets = autograd.prefix(given), len(queries)
-    return tuple(map(Prefix, found[:sets], found[sets : 2 * sets]))
+    arguments = PrefixArguments(list(history), queries, list(route.key), list(route.value), eps)
+    outputs, sets = autograd.prefix(arguments), len(queries)
+    return tuple(map(Prefix, outputs[:sets], outputs[sets : 2 * sets]))
 
 
 def read(
     prefix: Prefix, live: Live | None, *, query: Tensor | None, route: Route, eps: float, norm: Norm | None
 ) -> Tensor:
-    """Phase 2 without gates: the history merged with the live state, then the branch's norm if it is given.
+    """Phase 2 without gates: merge the history with the live state, then apply the branch's norm, if any.
 
     query (1,D) -> (B,T,D)
     """
     if live is None and norm is None:
         return prefix.retrieved.squeeze(0)
     if live is not None and live.coefficients.requires_grad:
-        raise ValueError("live.coefficients require a gradient, and a read without gates takes them as constants")
-    given = _read_arguments(prefix, live, query, (), route, eps, norm)
+        raise ValueError("live.coefficients requires grad, but an ungated read treats them as constants")
+    arguments = _read_arguments(prefix, live, query, (), route, eps, norm)
     if dispatch.kind(prefix.retrieved) == "reference":
-        checks.read(given)
+        checks.read(arguments)
         return Equations.read(prefix, live, query=query, route=route, eps=eps, norm=norm)
-    return autograd.read(given)[0]
+    return autograd.read(arguments)[0]
 
 
 def gated_read(
@@ -94,13 +94,14 @@ def gated_read(
 ) -> tuple[Tensor, Live]:
     """Phase 2 of DAR: the branch input h = α⁰h⁰ + α¹h¹, and the live streams with the coefficients [M(ρ) C, β].
 
-    query (2,D), gates α, β and with a live state ρ -> (B,T,D), live streams that wait for the branch's output
+    query (2,D), gates α, β and, with a live state, ρ
+    -> (B,T,D), live streams with the next branch output still to be appended
     """
-    given = _read_arguments(prefix, live, query, gates, route, eps, norm)
+    arguments = _read_arguments(prefix, live, query, gates, route, eps, norm)
     if dispatch.kind(prefix.retrieved) == "reference":
-        checks.read(given)
+        checks.read(arguments)
         return Equations.gated_read(prefix, live, query=query, gates=gates, route=route, eps=eps, norm=norm)
-    h, next_coefficients = autograd.read(given)
+    h, next_coefficients = autograd.read(arguments)
     return h, Live(live.updates if live else (), next_coefficients)
 
 
@@ -109,35 +110,35 @@ def hyper_read(
 ) -> tuple[Tensor, Live]:
     """The branch input of mHC, Σ_j H_pre^j X^j, and the live streams with the coefficients [H_res C, H_post].
 
-    gates H_pre, H_post, H_res -> (B,T,D), live streams that wait for the branch's output
+    gates H_pre, H_post, H_res -> (B,T,D), live streams with the next branch output still to be appended
     """
     weight, norm_eps = (None, 0.0) if norm is None else norm
-    given = HyperReadArguments(list(live.updates), live.coefficients, _flat(gates), weight, steps, eps, norm_eps)
+    arguments = HyperReadArguments(list(live.updates), live.coefficients, _flat(gates), weight, steps, eps, norm_eps)
     if dispatch.kind(_first("live.updates", live.updates)) == "reference":
-        checks.hyper_read(given)
+        checks.hyper_read(arguments)
         return Equations.hyper_read(live, gates=gates, steps=steps, eps=eps, norm=norm)
-    h, next_coefficients = autograd.hyper_read(given)
+    h, next_coefficients = autograd.hyper_read(arguments)
     return h, Live(live.updates, next_coefficients)
 
 
 def write(live: Live) -> Tensor:
     """The live streams P^j = Σ_k C_k^j u_k as a state. -> (J,B,T,D)"""
-    given = WriteArguments(list(live.updates), live.coefficients)
+    arguments = WriteArguments(list(live.updates), live.coefficients)
     if dispatch.kind(_first("live.updates", live.updates)) == "reference":
-        checks.write(given)
+        checks.write(arguments)
         return Equations.write(live)
-    return autograd.write(given)
+    return autograd.write(arguments)
 
 
 def rms_norm(stream: Tensor, norm: Norm | None) -> Tensor:
-    """A read of one stream and nothing else, then the branch's norm if it is given. (1,B,T,D) -> (B,T,D)"""
+    """The read of a single stream, then the branch's norm, if any. (1,B,T,D) -> (B,T,D)"""
     if norm is None:
         return stream.squeeze(0)
     if dispatch.kind(stream) == "reference":
         checks.rms_norm(stream, norm.weight)
         wide = reference.to_accumulation_dtype(stream.squeeze(0))
         return Equations.rms_norm(wide, norm).to(stream.dtype)
-    unused = stream.new_empty(stream.shape[:-1], dtype=torch.float32)  # without a live state nothing is merged
+    unused = stream.new_empty(stream.shape[:-1], dtype=torch.float32)  # there is no live state to merge
     return read(Prefix(stream, unused), None, query=None, route=Route((0,), (0,)), eps=0.0, norm=norm)
 
 
@@ -177,17 +178,17 @@ def _flat(gates: Sequence[GateLike]) -> list[Tensor]:
 
 def _first(name: str, tensors: Sequence[Tensor]) -> Tensor:
     if len(tensors) == 0:
-        raise ValueError(f"{name} is empty: give at least one tensor")
+        raise ValueError(f"{name} is empty: pass at least one tensor")
     return tensors[0]
 
 
 def _device(args: Sequence[object], function: Callable[..., object]) -> str:
-    """The device of the first tensor in arguments that may be bundles."""
+    """The device of the first tensor in the arguments, which may be bundles."""
     first = args[0]
     while isinstance(first, Sequence) and len(first) > 0:
         first = first[0]
     if not isinstance(first, Tensor):
         raise TypeError(
-            f"argument {next(iter(inspect.signature(function).parameters))} has no tensor: it is {args[0]!r}"
+            f"argument {next(iter(inspect.signature(function).parameters))} contains no tensor: got {args[0]!r}"
         )
     return first.device.type

@@ -1,4 +1,4 @@
-"""What the operators take: the bundles of the API, and the flat argument lists of the fused operators."""
+"""The arguments of the operators: the bundles of the API, and the flat argument lists of the fused operators."""
 # B batch  T tokens  D width  J stored streams  O output streams  R history  U query sets  K updates  G gate values
 
 from collections.abc import Sequence
@@ -8,21 +8,21 @@ from torch import Tensor
 
 
 class Route(NamedTuple):
-    """For each output stream, the stored stream whose states are keys and the one whose states are values."""
+    """For each output stream, which stored stream provides its keys and which its values."""
 
     key: Sequence[int]
     value: Sequence[int]
 
 
 class Prefix(NamedTuple):
-    """What the history alone gives one query set: the retrieved states h̃ and the log-partition ζ."""
+    """What one query set retrieves from the history alone: the states h̃ and the log-partition ζ."""
 
     retrieved: Tensor  # (O,B,T,D)
     log_partition: Tensor  # (O,B,T)
 
 
 class Live(NamedTuple):
-    """The live streams as a weighted sum of what was written: P^j = Σ_k C_k^j u_k.
+    """The live streams as a weighted sum of updates: P^j = Σ_k C_k^j u_k.
 
     Between a gated read and its write the coefficients are one column ahead of the updates.
     """
@@ -32,7 +32,7 @@ class Live(NamedTuple):
 
 
 class GateLike(Protocol):
-    """scale · (x̄ W) + bias: a module or tuple with these tensors."""
+    """scale · (x̄ W) + bias: any module or tuple with these tensors."""
 
     @property
     def weight(self) -> Tensor: ...  # (G,J,D)
@@ -51,7 +51,7 @@ class GateParameters(NamedTuple):
 
 
 class Norm(NamedTuple):
-    """The RMSNorm of the branch that reads."""
+    """The input RMSNorm of the reading branch."""
 
     weight: Tensor  # (D,)
     eps: float
@@ -61,7 +61,7 @@ STREAMS = ("history", "retrieved", "updates")  # arguments in the dtype of the s
 
 
 class PrefixArguments(NamedTuple):
-    """Of the fused prefix."""
+    """Arguments of the fused prefix."""
 
     history: list[Tensor]  # R × (J,B,T,D)
     queries: Tensor  # (U,O,D)
@@ -71,7 +71,7 @@ class PrefixArguments(NamedTuple):
 
 
 class SavedPrefix(NamedTuple):
-    """What the backward pass of the fused prefix needs."""
+    """What the fused prefix saves for its backward pass."""
 
     history: list[Tensor]  # R × (J,B,T,D)
     queries: Tensor  # (U,O,D)
@@ -83,14 +83,14 @@ class SavedPrefix(NamedTuple):
 
 
 class ReadArguments(NamedTuple):
-    """Of the fused read; without a live state there are no updates, coefficients and query."""
+    """Arguments of the fused read; without a live state there are no updates, coefficients or query."""
 
     retrieved: Tensor  # (O,B,T,D)
     log_partition: Tensor  # (O,B,T)
     updates: list[Tensor]  # K × (B,T,D)
     coefficients: Tensor | None  # (K,J,B,T)
     query: Tensor | None  # (O,D)
-    gates: list[Tensor]  # weight, scale, bias of α, of β and, with a live state, of ρ; or none
+    gates: list[Tensor]  # weight, scale and bias of α, β and, with a live state, ρ; empty without gates
     norm: Tensor | None  # (D,), the weight of the branch's norm
     key: list[int]
     value: list[int]
@@ -99,11 +99,11 @@ class ReadArguments(NamedTuple):
 
 
 class HyperReadArguments(NamedTuple):
-    """Of the fused read of mHC."""
+    """Arguments of the fused read of mHC."""
 
     updates: list[Tensor]  # K × (B,T,D)
     coefficients: Tensor  # (K,J,B,T)
-    gates: list[Tensor]  # weight, scale, bias of H_pre, of H_post, of H_res
+    gates: list[Tensor]  # weight, scale and bias of H_pre, H_post and H_res
     norm: Tensor | None  # (D,), the weight of the branch's norm
     steps: int
     eps: float
@@ -111,14 +111,14 @@ class HyperReadArguments(NamedTuple):
 
 
 class WriteArguments(NamedTuple):
-    """Of the fused write."""
+    """Arguments of the fused write."""
 
     updates: list[Tensor]  # K × (B,T,D)
     coefficients: Tensor  # (K,J,B,T)
 
 
 class Result(NamedTuple):
-    """What an operator returns: a new tensor of that shape, with the dtype and device of `like`."""
+    """A tensor that an operator returns: its shape, and a tensor `like` it in dtype and device."""
 
     name: str
     shape: Sequence[int]

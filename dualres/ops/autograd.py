@@ -1,8 +1,8 @@
 """The fused operators as PyTorch operators: schema, shapes, gradient. `dispatch` picks the kernels that run them.
 
-An operator saves for the backward pass what it was given (states, updates, parameters) and token-wise numbers, nothing
-else of a stream's size; the backward kernels recompute the rest. Parameters arrive in float32, streams in the dtype
-they are stored in.
+For the backward pass an operator saves its arguments (states, updates, parameters) and token-wise numbers, but no other
+tensor of a stream's size; the backward kernels recompute the rest. Parameters arrive in float32, streams in their
+storage dtype.
 """
 # B batch  T tokens  D width  J stored streams  O output streams  R history  U query sets  K updates
 
@@ -24,7 +24,7 @@ from dualres.ops.arguments import (
     WriteArguments,
 )
 
-TYPES = {  # of arguments, as a schema names them
+TYPES = {  # argument types and their names in a schema
     Tensor: "Tensor",
     Tensor | None: "Tensor?",
     list[Tensor]: "Tensor[]",
@@ -37,13 +37,13 @@ TYPES = {  # of arguments, as a schema names them
 class Operator(ABC):
     """A fused operator and its backward operator, registered with PyTorch.
 
-    The backward operator takes the gradients of the results, then what was saved. It returns the gradients of the
-    argument tensors in their order, without those that are constants.
+    The backward operator takes the gradients of the results, then the saved values. It returns the gradients of the
+    argument tensors in order, skipping constants.
     """
 
     name: str
     takes: Any  # the class of its arguments
-    saves: Any  # the class of what is saved
+    saves: Any  # the class of its saved values
     returns: str
     gradients: str  # of the results, as the backward operator takes them
     unpacked = False  # whether the kernels take the fields of `takes` and `saves` one by one
@@ -61,25 +61,25 @@ class Operator(ABC):
         self.backward.register_fake(self._empty_gradients)
         self.recorded.register_autograd(self._gradient, setup_context=self._save)
 
-    def __call__(self, given: Any) -> Any:
-        """Of any layout, parameters of any dtype. Without a gradient or a graph to record, the kernel runs directly."""
-        recorded = torch.is_grad_enabled() or torch.compiler.is_compiling() or type(_first(given)) is not Tensor
-        return (self.recorded if recorded else self.run)(*_map_tensors(_for_kernel, given))
+    def __call__(self, arguments: Any) -> Any:
+        """Take any layout and parameter dtype. Without a gradient or a graph to record, run the kernel directly."""
+        recorded = torch.is_grad_enabled() or torch.compiler.is_compiling() or type(_first(arguments)) is not Tensor
+        return (self.recorded if recorded else self.run)(*_map_tensors(_for_kernel, arguments))
 
     @abstractmethod
-    def results(self, given: Any) -> list[Result]:
-        """What the operator returns for these arguments, which are checked."""
+    def results(self, arguments: Any) -> list[Result]:
+        """Check the arguments; return what the operator returns for them."""
 
-    def saved(self, given: Any, output: Any) -> Any:
-        """What the backward operator needs beside gradients: the arguments, unless a subclass says otherwise."""
-        return given
+    def saved(self, arguments: Any, output: Any) -> Any:
+        """What the backward operator needs besides gradients: by default, the arguments."""
+        return arguments
 
     def incoming(self, saved: Any, gradients: Any) -> Sequence[Any]:
         """The gradients as the backward operator takes them, from those of all results."""
         return [gradient.contiguous() for gradient in gradients]
 
     def arguments(self, saved: Any, gradients: Sequence[Any]) -> Any:
-        """The operator's arguments, or tensors like them, as far as they may have a gradient."""
+        """The operator's arguments that may have a gradient, or tensors like them."""
         return saved
 
     def constants(self, saved: Any) -> Sequence[str]:
@@ -87,39 +87,39 @@ class Operator(ABC):
         return ()
 
     def check_backward(self, saved: Any, gradients: Sequence[Any]) -> None:
-        """What the backward operator takes: valid arguments, and gradients like the results."""
+        """Check what the backward operator takes: valid arguments, and gradients like the results."""
         checks.like_results("d_", gradients, self.results(self.arguments(saved, gradients)))
 
-    def run(self, *arguments: Any) -> Any:
+    def run(self, *values: Any) -> Any:
         """Check the arguments and call the kernel, which records no gradient."""
-        given = self.takes(*arguments)
-        self.results(given)
-        kernel = getattr(dispatch.kernels(_first(given)), self.name)
-        return kernel(*given) if self.unpacked else kernel(given)
+        arguments = self.takes(*values)
+        self.results(arguments)
+        kernel = getattr(dispatch.kernels(_first(arguments)), self.name)
+        return kernel(*arguments) if self.unpacked else kernel(arguments)
 
-    def run_backward(self, *arguments: Any) -> list[Tensor]:
+    def run_backward(self, *values: Any) -> list[Tensor]:
         """Check the arguments and call the backward kernel."""
-        saved, gradients = self._split(arguments)
+        saved, gradients = self._split(values)
         self.check_backward(saved, gradients)
         kernel = getattr(dispatch.kernels(_first(gradients)), f"{self.name}_backward")
         return kernel(*gradients, *saved) if self.unpacked else kernel(*gradients, saved)
 
-    def _split(self, arguments: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
-        """What was saved, and the gradients, which the backward operator takes before it."""
-        count = len(arguments) - len(self.saves._fields)
-        return self.saves(*arguments[count:]), arguments[:count]
+    def _split(self, values: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
+        """The saved values, and the gradients, which the backward operator takes first."""
+        count = len(values) - len(self.saves._fields)
+        return self.saves(*values[count:]), values[:count]
 
     def _likes(self, saved: Any, gradients: Sequence[Any]) -> list[Any]:
         """For each argument a tensor like its gradient, a list of them, or None without a gradient."""
         arguments, without = self.arguments(saved, gradients), (*self.numbers, *self.constants(saved))
         return [None if name in without else getattr(arguments, name) for name in self.takes._fields]
 
-    def _empty_results(self, *arguments: Any) -> Any:
-        empty = [result.like.new_empty(result.shape) for result in self.results(self.takes(*arguments))]
+    def _empty_results(self, *values: Any) -> Any:
+        empty = [result.like.new_empty(result.shape) for result in self.results(self.takes(*values))]
         return empty if self.returns == "Tensor[]" else empty[0] if self.returns == "Tensor" else tuple(empty)
 
-    def _empty_gradients(self, *arguments: Any) -> list[Tensor]:
-        saved, gradients = self._split(arguments)
+    def _empty_gradients(self, *values: Any) -> list[Tensor]:
+        saved, gradients = self._split(values)
         self.check_backward(saved, gradients)
         likes = [tensor for like in self._likes(saved, gradients) for tensor in _listed(like)]
         return [tensor.new_empty(tensor.shape) for tensor in likes if tensor is not None]
@@ -133,9 +133,9 @@ class Operator(ABC):
         tensors = iter(ctx.saved_tensors)
         saved = _map_tensors(lambda *_: next(tensors), ctx.others)
         incoming = self.incoming(saved, gradients)
-        found = iter(self.backward(*incoming, *saved))
+        outgoing = iter(self.backward(*incoming, *saved))
         return tuple(
-            [next(found) for _ in like] if isinstance(like, list) else None if like is None else next(found)
+            [next(outgoing) for _ in like] if isinstance(like, list) else None if like is None else next(outgoing)
             for like in self._likes(saved, incoming)
         )
 
@@ -152,9 +152,10 @@ def _first(values: Sequence[Any]) -> Tensor:
     return _listed(values[0])[0]
 
 
-def _map_tensors(function: Callable[[str, Any], Any], given: Any) -> Any:
-    """`given` with function(name, tensor) in place of each tensor, and of each None where a tensor is absent."""
-    return type(given)(*(_mapped(function, name, value) for name, value in zip(given._fields, given, strict=True)))
+def _map_tensors(function: Callable[[str, Any], Any], arguments: Any) -> Any:
+    """`arguments` with function(name, tensor) in place of each tensor, and of each None for an absent tensor."""
+    pairs = zip(arguments._fields, arguments, strict=True)
+    return type(arguments)(*(_mapped(function, name, value) for name, value in pairs))
 
 
 def _mapped(function: Callable[[str, Any], Any], name: str, value: Any) -> Any:
@@ -165,14 +166,14 @@ def _mapped(function: Callable[[str, Any], Any], name: str, value: Any) -> Any:
 
 
 def _for_kernel(name: str, tensor: Tensor | None) -> Tensor | None:
-    """Streams contiguous, everything else float32 and contiguous."""
+    """Make streams contiguous, and everything else float32 and contiguous."""
     if tensor is None or name in STREAMS or tensor.dtype is torch.float32:
         return tensor if tensor is None or tensor.is_contiguous() else tensor.contiguous()
     return tensor.to(torch.float32).contiguous()
 
 
 class PrefixOperator(Operator):
-    """`reference.prefix`, and what its backward needs.
+    """`reference.prefix`, and what its backward pass needs.
 
     -> retrieved U × (O,B,T,D), log-partition U × (O,B,T), logits (R,U,O,B,T), inverse norms (R,J,B,T)
     """
@@ -180,10 +181,10 @@ class PrefixOperator(Operator):
     name, takes, saves, unpacked = "prefix", PrefixArguments, SavedPrefix, True
     returns, gradients = "Tensor[]", "Tensor[] d_retrieved, Tensor[] d_log_partition"
 
-    def results(self, given: PrefixArguments | SavedPrefix) -> list[Result]:
-        history, queries = given.history, given.queries
-        checks.prefix(history, queries, given.key, given.value)
-        checks.kernel_inputs(given)
+    def results(self, arguments: PrefixArguments | SavedPrefix) -> list[Result]:
+        history, queries = arguments.history, arguments.queries
+        checks.prefix(history, queries, arguments.key, arguments.value)
+        checks.kernel_inputs(arguments)
         state, (sets, outputs, width) = history[0], queries.shape
         streams, *tokens, _ = state.shape
         return [
@@ -193,14 +194,14 @@ class PrefixOperator(Operator):
             Result("norms", (len(history), streams, *tokens), queries),
         ]
 
-    def saved(self, given: PrefixArguments, output: list[Tensor]) -> SavedPrefix:
-        history, queries, key, value, _ = given
+    def saved(self, arguments: PrefixArguments, output: list[Tensor]) -> SavedPrefix:
+        history, queries, key, value, _ = arguments
         *_, logits, norms = output
         return SavedPrefix(history, queries, output[len(queries) : -2], logits, norms, key, value)
 
     def incoming(self, saved: SavedPrefix, gradients: Any) -> Sequence[Any]:
-        found, sets = super().incoming(saved, gradients[0]), len(saved.queries)
-        return found[:sets], found[sets : 2 * sets]
+        gradients, sets = super().incoming(saved, gradients[0]), len(saved.queries)
+        return gradients[:sets], gradients[sets : 2 * sets]
 
     def check_backward(self, saved: SavedPrefix, gradients: Sequence[Any]) -> None:
         results, sets = self.results(saved), len(saved.queries)
@@ -209,7 +210,7 @@ class PrefixOperator(Operator):
 
 
 class ReadOperator(Operator):
-    """`reference.gated_read`, and `reference.read` where there are no gates and so no coefficients to return.
+    """`reference.gated_read`, or `reference.read` without gates, which returns no coefficients.
 
     -> (B,T,D), (K+1,2,B,T) or (0,)
     """
@@ -217,13 +218,13 @@ class ReadOperator(Operator):
     name, takes, saves = "read", ReadArguments, ReadArguments
     returns, gradients = "(Tensor, Tensor)", "Tensor d_h, Tensor d_next_coefficients"
 
-    def results(self, given: ReadArguments) -> list[Result]:
-        checks.read(given)
-        checks.kernel_inputs(given)
-        shape = (len(given.updates) + 1, *given.log_partition.shape) if given.gates else (0,)
+    def results(self, arguments: ReadArguments) -> list[Result]:
+        checks.read(arguments)
+        checks.kernel_inputs(arguments)
+        shape = (len(arguments.updates) + 1, *arguments.log_partition.shape) if arguments.gates else (0,)
         return [
-            Result("h", given.retrieved.shape[1:], given.retrieved),
-            Result("next_coefficients", shape, given.log_partition),
+            Result("h", arguments.retrieved.shape[1:], arguments.retrieved),
+            Result("next_coefficients", shape, arguments.log_partition),
         ]
 
     def constants(self, saved: ReadArguments) -> Sequence[str]:
@@ -236,11 +237,11 @@ class HyperReadOperator(Operator):
     name, takes, saves = "hyper_read", HyperReadArguments, HyperReadArguments
     returns, gradients = "(Tensor, Tensor)", "Tensor d_h, Tensor d_next_coefficients"
 
-    def results(self, given: HyperReadArguments) -> list[Result]:
-        checks.hyper_read(given)
-        checks.kernel_inputs(given)
-        update, coefficients = given.updates[0], given.coefficients
-        shape = (len(given.updates) + 1, *coefficients.shape[1:])
+    def results(self, arguments: HyperReadArguments) -> list[Result]:
+        checks.hyper_read(arguments)
+        checks.kernel_inputs(arguments)
+        update, coefficients = arguments.updates[0], arguments.coefficients
+        shape = (len(arguments.updates) + 1, *coefficients.shape[1:])
         return [Result("h", update.shape, update), Result("next_coefficients", shape, coefficients)]
 
 
@@ -250,15 +251,15 @@ class WriteOperator(Operator):
     name, takes, saves, unpacked = "write", WriteArguments, WriteArguments, True
     returns, gradients = "Tensor", "Tensor d_live"
 
-    def results(self, given: WriteArguments) -> list[Result]:
-        checks.write(given)
-        checks.kernel_inputs(given)
-        update = given.updates[0]
-        return [Result("live", (given.coefficients.shape[1], *update.shape), update)]
+    def results(self, arguments: WriteArguments) -> list[Result]:
+        checks.write(arguments)
+        checks.kernel_inputs(arguments)
+        update = arguments.updates[0]
+        return [Result("live", (arguments.coefficients.shape[1], *update.shape), update)]
 
-    def saved(self, given: WriteArguments, output: Tensor) -> WriteArguments:
-        """The updates only for the gradient of the coefficients."""
-        return given if given.coefficients.requires_grad else given._replace(updates=[])
+    def saved(self, arguments: WriteArguments, output: Tensor) -> WriteArguments:
+        """The updates are saved only for the gradient of the coefficients."""
+        return arguments if arguments.coefficients.requires_grad else arguments._replace(updates=[])
 
     def arguments(self, saved: WriteArguments, gradients: Sequence[Any]) -> WriteArguments:
         if saved.updates:

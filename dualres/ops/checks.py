@@ -1,10 +1,10 @@
-"""What the operators accept: kernels find rows by address and check nothing themselves.
+"""Argument checks of the operators: kernels access rows by address and check nothing themselves.
 
-Every call is checked once, where an operator hands over to its kernel, and by its shape function when it is traced.
-Shapes and devices are checked for every call, dtypes and layout (`kernel_inputs`) for fused operators only: the
-equations take any layout and compute in float32 or wider.
+Every call is checked once, before an operator calls its kernel, and by its shape function when it is traced. Shapes and
+devices are checked for every call, dtypes and layout (`kernel_inputs`) only for fused operators: the equations take any
+layout and compute in float32 or wider.
 """
-# N token axes, as many as there are  D width  J stored streams  O output streams  R history  U query sets  K updates
+# N any number of token axes  D width  J stored streams  O output streams  R history  U query sets  K updates
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,13 +14,13 @@ from torch import Tensor
 
 from dualres.ops.arguments import STREAMS, HyperReadArguments, ReadArguments, Result, WriteArguments
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of streams, in the kernels
-MAX_STREAMS = 2  # of a read
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # stream dtypes of the kernels
+MAX_STREAMS = 2  # streams of a read
 
 
-def kernel_inputs(given: Any) -> None:
-    """Streams in a dtype that the kernels have, everything else in float32, all contiguous."""
-    for name, value in zip(given._fields, given, strict=True):
+def kernel_inputs(arguments: Any) -> None:
+    """Check that streams have a dtype of the kernels, everything else is float32, and all are contiguous."""
+    for name, value in zip(arguments._fields, arguments, strict=True):
         dtypes = DTYPES if name in STREAMS else (torch.float32,)
         for tensor in value if isinstance(value, list) else [value]:
             if isinstance(tensor, Tensor) and (tensor.dtype not in dtypes or not tensor.is_contiguous()):
@@ -30,11 +30,11 @@ def kernel_inputs(given: Any) -> None:
                 )
 
 
-def like_results(role: str, given: Sequence[Tensor], results: Sequence[Result]) -> None:
-    """Gradients of an operator's results, or the results themselves: of their shapes, dtypes and device, contiguous."""
-    if len(given) != len(results):
-        raise ValueError(f"{len(given)} tensors are given for {role}{results[0].name} …, which are {len(results)}")
-    for tensor, (name, shape, like) in zip(given, results, strict=True):
+def like_results(role: str, tensors: Sequence[Tensor], results: Sequence[Result]) -> None:
+    """Check gradients of an operator's results, or the results: their shapes, dtypes, device and contiguity."""
+    if len(tensors) != len(results):
+        raise ValueError(f"{role}{results[0].name} …: expected {len(results)} tensors, got {len(tensors)}")
+    for tensor, (name, shape, like) in zip(tensors, results, strict=True):
         _has_shape(role + name, tensor, shape, like)
         if tensor.dtype is not like.dtype or not tensor.is_contiguous():
             raise ValueError(
@@ -43,16 +43,16 @@ def like_results(role: str, given: Sequence[Tensor], results: Sequence[Result]) 
 
 
 def streams(name: str, tensors: Sequence[Tensor], axes: int) -> Tensor:
-    """The first of at least one tensor, all alike, of `axes` axes or more. R × (J,N,D) or K × (N,D)"""
+    """Check for one or more matching tensors with at least `axes` axes; return the first. R × (J,N,D) or K × (N,D)"""
     if len(tensors) == 0:
-        raise ValueError(f"{name}: there is no tensor, give at least one")
+        raise ValueError(f"{name} is empty: pass at least one tensor")
     first = tensors[0]
     if first.ndim < axes or first.shape[-1] == 0 or (axes == 2 and first.shape[0] == 0):
         wanted = "(streams, …, width)" if axes == 2 else "(…, width)"
-        raise ValueError(f"{name} of shape {tuple(first.shape)} must be {wanted}, of one or more each")
+        raise ValueError(f"{name} of shape {tuple(first.shape)} must be {wanted}, with at least 1 of each named axis")
     _same_kind(name, tensors)
     if not first.is_floating_point():
-        raise ValueError(f"{name} of {first.dtype}: streams are of floating-point numbers")
+        raise ValueError(f"{name} of {first.dtype}: streams must be floating-point")
     return first
 
 
@@ -66,51 +66,48 @@ def prefix(
     _has_shape("queries", queries, (max(sets, 1), len(key), state.shape[-1]), state)
 
 
-def read(given: ReadArguments) -> None:
-    """See `ReadArguments`."""
-    retrieved = streams("retrieved", [given.retrieved], 2)
+def read(arguments: ReadArguments) -> None:
+    retrieved = streams("retrieved", [arguments.retrieved], 2)
     outputs, *tokens, width = retrieved.shape
-    live = len(given.updates) > 0
+    live = len(arguments.updates) > 0
     stored = MAX_STREAMS
     if live:
-        if given.coefficients is None or given.query is None:
+        if arguments.coefficients is None or arguments.query is None:
             raise ValueError("a read with a live state needs the coefficients of its updates, and queries")
-        write(WriteArguments(given.updates, given.coefficients))
-        stored = given.coefficients.shape[1]
-        _same_kind("retrieved state and updates", (retrieved[0], given.updates[0]))
-    elif given.coefficients is not None or given.query is not None:
+        write(WriteArguments(arguments.updates, arguments.coefficients))
+        stored = arguments.coefficients.shape[1]
+        _same_kind("retrieved state and updates", (retrieved[0], arguments.updates[0]))
+    elif arguments.coefficients is not None or arguments.query is not None:
         raise ValueError("a read without updates takes neither coefficients nor queries")
-    _route(given.key, given.value, stored)
-    if len(given.key) != outputs:
-        raise ValueError(f"the route has {len(given.key)} output streams, and {outputs} are retrieved")
+    _route(arguments.key, arguments.value, stored)
+    if len(arguments.key) != outputs:
+        raise ValueError(f"the route has {len(arguments.key)} output streams, but {outputs} are retrieved")
     stored = stored if live else outputs
-    if stored > MAX_STREAMS or outputs != (2 if given.gates else 1) or (given.gates and stored != 2):
-        raise ValueError(f"a read is of one or two streams, with gates of two, but {stored} make {outputs}")
-    if given.query is not None:
-        _has_shape("queries", given.query, (outputs, width), retrieved)
-    _has_shape("log_partition", given.log_partition, (outputs, *tokens), retrieved)
-    if given.gates:
-        _gates(given.gates, (2, 2, 1) if live else (2, 2), 2, retrieved)
-    _norm(given.norm, retrieved)
+    if stored > MAX_STREAMS or outputs != (2 if arguments.gates else 1) or (arguments.gates and stored != 2):
+        raise ValueError(f"a read takes one or two streams, with gates two, but {stored} stored give {outputs}")
+    if arguments.query is not None:
+        _has_shape("queries", arguments.query, (outputs, width), retrieved)
+    _has_shape("log_partition", arguments.log_partition, (outputs, *tokens), retrieved)
+    if arguments.gates:
+        _gates(arguments.gates, (2, 2, 1) if live else (2, 2), 2, retrieved)
+    _norm(arguments.norm, retrieved)
 
 
-def hyper_read(given: HyperReadArguments) -> None:
-    """See `HyperReadArguments`."""
-    write(WriteArguments(given.updates, given.coefficients))
-    update, streams = given.updates[0], given.coefficients.shape[1]
-    _gates(given.gates, (streams, streams, streams * streams), streams, update)
-    _norm(given.norm, update)
-    if given.steps < 1:
-        raise ValueError(f"steps={given.steps}: Sinkhorn takes at least 1")
+def hyper_read(arguments: HyperReadArguments) -> None:
+    write(WriteArguments(arguments.updates, arguments.coefficients))
+    update, streams = arguments.updates[0], arguments.coefficients.shape[1]
+    _gates(arguments.gates, (streams, streams, streams * streams), streams, update)
+    _norm(arguments.norm, update)
+    if arguments.steps < 1:
+        raise ValueError(f"steps={arguments.steps}: Sinkhorn needs at least 1")
 
 
-def write(given: WriteArguments) -> None:
-    """See `WriteArguments`."""
-    update, coefficients = streams("updates", given.updates, 1), given.coefficients
+def write(arguments: WriteArguments) -> None:
+    update, coefficients = streams("updates", arguments.updates, 1), arguments.coefficients
     count, stored, *tokens = coefficients.shape if coefficients.ndim > 1 else (0, 0)
-    if (count, *tokens) != (len(given.updates), *update.shape[:-1]) or stored == 0:
+    if (count, *tokens) != (len(arguments.updates), *update.shape[:-1]) or stored == 0:
         raise ValueError(
-            f"coefficients of shape {tuple(coefficients.shape)} do not fit {len(given.updates)} updates of shape "
+            f"coefficients of shape {tuple(coefficients.shape)} do not fit {len(arguments.updates)} updates of shape "
             f"{tuple(update.shape)}: they must be (updates, streams, *tokens)"
         )
     _has_shape("coefficients", coefficients, coefficients.shape, update)
@@ -120,7 +117,7 @@ def rms_norm(stream: Tensor, weight: Tensor) -> None:
     """stream (1,N,D), the norm's weight (D,)"""
     streams("stream", [stream], 2)
     if stream.shape[0] != 1:
-        raise ValueError(f"stream of shape {tuple(stream.shape)} must be one, (1, …, width)")
+        raise ValueError(f"stream of shape {tuple(stream.shape)} must be a single stream, (1, …, width)")
     _norm(weight, stream)
 
 
@@ -136,7 +133,7 @@ def grouped_linear(name: str, rows: Tensor, other: Tensor, counts: Tensor) -> No
     if rows.ndim != 2:
         raise ValueError(f"rows of shape {tuple(rows.shape)} must be (rows, width)")
     if counts.ndim != 1 or counts.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"counts of shape {tuple(counts.shape)}, {counts.dtype}, must be one integer for each group")
+        raise ValueError(f"counts of shape {tuple(counts.shape)}, {counts.dtype}, must be one integer per group")
     if name == "weight":
         matches = other.ndim == 3 and other.shape[0] == counts.shape[0] and other.shape[2] == rows.shape[1]
     else:
@@ -150,35 +147,35 @@ def grouped_linear(name: str, rows: Tensor, other: Tensor, counts: Tensor) -> No
 
 
 def group_sizes(rows: Tensor, counts: Tensor) -> None:
-    """Counts that fit the rows; they are looked at where that waits for no GPU."""
+    """Check that counts fit the rows, on a CPU only: on a GPU this would wait for the device."""
     if counts.device.type == "cpu":
         each = counts.tolist()
         if sum(each) != len(rows) or min(each, default=0) < 0:
-            raise ValueError(f"counts {each} do not fit {len(rows)} rows: none is negative, and they sum to the rows")
+            raise ValueError(f"counts {each} do not fit {len(rows)} rows: they must be non-negative and sum to it")
 
 
 def _same_kind(name: str, tensors: Sequence[Tensor]) -> None:
-    """All of one shape, dtype and device."""
+    """Check for one shape, dtype and device."""
     first = tensors[0]
     for tensor in tensors[1:]:
         if tensor.shape != first.shape or tensor.dtype != first.dtype or tensor.device != first.device:
             kinds = sorted({f"{tuple(x.shape)} {x.dtype} on {x.device}" for x in tensors})
-            raise ValueError(f"{name}: all must have one shape, dtype and device, but there are {'; '.join(kinds)}")
+            raise ValueError(f"{name}: all must have one shape, dtype and device, got {'; '.join(kinds)}")
 
 
 def _route(key: Sequence[int], value: Sequence[int], streams: int) -> None:
-    """Keys and values of the output streams, among the stored streams."""
+    """Check that each output stream has a key and a value among the stored streams."""
     if len(key) != len(value) or len(key) == 0:
-        raise ValueError(f"the route has {len(key)} keys and {len(value)} values: give one of each per output stream")
+        raise ValueError(f"the route has {len(key)} keys and {len(value)} values: pass one of each per output stream")
     for stream in (*key, *value):
         if not 0 <= stream < streams:
-            raise ValueError(f"the route reads stream {stream}, and only {streams} are stored, numbered from 0")
+            raise ValueError(f"the route reads stream {stream}, but only {streams} are stored, numbered from 0")
 
 
 def _gates(gates: Sequence[Tensor], values: Sequence[int], streams: int, like: Tensor) -> None:
-    """Weight, scale and bias of gates with so many values each, in a row."""
+    """Check the weight, scale and bias of gates with `values` values each."""
     if len(gates) != 3 * len(values):
-        raise ValueError(f"{len(gates) / 3:g} gates are given where {len(values)} are needed")
+        raise ValueError(f"expected {len(values)} gates, got {len(gates) / 3:g}")
     for n, count in enumerate(values):
         weight, scale, bias = gates[3 * n : 3 * n + 3]
         _has_shape("a gate's weight", weight, (count, streams, like.shape[-1]), like)
@@ -192,11 +189,11 @@ def _norm(weight: Tensor | None, like: Tensor) -> None:
 
 
 def _has_shape(name: str, tensor: Tensor, shape: Sequence[int], like: Tensor) -> None:
-    """Of that shape, on the device of the streams `like`, and float64 where they are."""
+    """Check for `shape`, the device of the streams `like`, and float64 if and only if they are."""
     if tensor.shape != tuple(shape) or tensor.device != like.device:
         raise ValueError(
             f"{name} of shape {tuple(tensor.shape)} on {tensor.device} does not fit streams of width "
-            f"{like.shape[-1]} on {like.device}: it must have the shape {tuple(shape)} there"
+            f"{like.shape[-1]} on {like.device}: it must have the shape {tuple(shape)} on that device"
         )
     if (tensor.dtype is torch.float64) != (like.dtype is torch.float64):
-        raise ValueError(f"{name} of {tensor.dtype} does not fit streams of {like.dtype}: float64 goes with float64")
+        raise ValueError(f"{name} of {tensor.dtype} does not fit streams of {like.dtype}: use float64 for both or none")

@@ -20,13 +20,13 @@ from dualres.ops import checks
 
 Kind = Literal["reference", "cpu", "triton"]
 KINDS = get_args(Kind)
-BY_DEVICE: dict[str, Kind] = {"cpu": "cpu", "cuda": "triton"}  # ROCm calls its devices cuda, too
+BY_DEVICE: dict[str, Kind] = {"cpu": "cpu", "cuda": "triton"}  # ROCm devices are also called cuda
 PACKAGES: dict[Kind, str] = {"cpu": "numba", "triton": "triton"}
-INTERPRETED = ("1", "true", "on")  # values of TRITON_INTERPRET that Triton takes for a yes
+INTERPRETED = ("1", "true", "on")  # values of TRITON_INTERPRET that enable it
 
 
 def _installed(kind: Kind) -> bool:
-    """Whether the kernels and what compiles them are here; code that came with a model has no kernels."""
+    """Whether the kernels and their compiler are installed; code bundled with an exported model has no kernels."""
     return all(importlib.util.find_spec(name) is not None for name in (f"{__package__}.{kind}", PACKAGES[kind]))
 
 
@@ -39,45 +39,43 @@ if FORCED not in (None, *KINDS):
 
 
 def kind(tensor: Tensor) -> Kind:
-    """The operators that `tensor` takes: kernels for its device, or the equations where there are none for it."""
+    """The implementation for `tensor`: the kernels of its device, or the equations if there are none."""
     if tensor.dtype not in checks.DTYPES or tensor.device.type == "meta" or transformed():
-        return "reference"  # float64, shapes without numbers, derivatives that no kernel has
-    found = _for_device(tensor)
-    if found == "reference" or INSTALLED[found]:
-        return found
+        return "reference"  # float64, shapes only, or derivatives that no kernel implements
+    backend = _for_device(tensor)
+    if backend == "reference" or INSTALLED[backend]:
+        return backend
     if not torch.compiler.is_compiling():
-        note(found)
+        note(backend)
     return "reference"
 
 
 def kernels(tensor: Tensor) -> Any:
-    """The module of kernels for the device of `tensor`; not called where `kind` says "reference"."""
-    found = _for_device(tensor)
-    if found == "reference":
+    """The module of kernels for the device of `tensor`; not to be called if `kind` is "reference"."""
+    backend = _for_device(tensor)
+    if backend == "reference":
         raise RuntimeError(
-            f"there are no kernels for tensors on {tensor.device}: call `dualres.ops`, which takes the equations "
-            "there, or leave DUALRES_OPS unset"
+            f"there are no kernels for tensors on {tensor.device}: call `dualres.ops`, which falls back to the "
+            "reference implementation, or unset DUALRES_OPS"
         )
-    return module(found)
+    return module(backend)
 
 
 def _for_device(tensor: Tensor) -> Kind:
-    found = FORCED or BY_DEVICE.get(tensor.device.type, "reference")
+    backend = FORCED or BY_DEVICE.get(tensor.device.type, "reference")
     on_cpu = tensor.device.type == "cpu"
-    if found == "triton" and on_cpu and os.environ.get("TRITON_INTERPRET") not in INTERPRETED:
+    if backend == "triton" and on_cpu and os.environ.get("TRITON_INTERPRET") not in INTERPRETED:
         raise RuntimeError(
-            "DUALRES_OPS=triton on a CPU needs Triton's interpreter, which is slow and for tests: "
-            "set TRITON_INTERPRET=1, too, or leave DUALRES_OPS unset"
+            "DUALRES_OPS=triton on a CPU needs Triton's interpreter, which is slow and only for tests: "
+            "also set TRITON_INTERPRET=1, or unset DUALRES_OPS"
         )
-    if found == "cpu" and not on_cpu:
-        raise RuntimeError(
-            f"DUALRES_OPS=cpu is for CPUs, and the tensors are on {tensor.device}: leave DUALRES_OPS unset"
-        )
-    return found
+    if backend == "cpu" and not on_cpu:
+        raise RuntimeError(f"DUALRES_OPS=cpu is for CPUs, but the tensors are on {tensor.device}: unset DUALRES_OPS")
+    return backend
 
 
 def transformed() -> bool:
-    """Inside `torch.func` (vmap, jvp, …) or forward-mode differentiation, which kernels with a backward do not know."""
+    """Whether `torch.func` (vmap, jvp, …) or forward-mode differentiation is active: kernels only support backward."""
     if torch.compiler.is_compiling():
         return False
     return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
@@ -85,7 +83,7 @@ def transformed() -> bool:
 
 @contextlib.contextmanager
 def for_shapes() -> Iterator[None]:
-    """Fused operators on any device, whether or not what compiles them is installed: enough to trace shapes."""
+    """Use fused operators on any device, even if their compiler is not installed: enough to trace shapes."""
     global FORCED
     before, installed = FORCED, INSTALLED["cpu"]
     FORCED, INSTALLED["cpu"] = "cpu", True
@@ -102,18 +100,18 @@ def module(kind: Kind) -> Any:
         return importlib.import_module(f"{__package__}.{kind}")
     except ImportError as error:
         raise ImportError(
-            f"{PACKAGES[kind]} is installed and cannot be used ({error}): install a version that can, "
+            f"{PACKAGES[kind]} is installed but cannot be used ({error}): install a compatible version, "
             "or set DUALRES_OPS=reference for plain PyTorch"
         ) from error
 
 
 @functools.cache
 def note(kind: Kind) -> None:
-    """Say once that the kernels, or the package that compiles them, are missing."""
-    kernels_are_here = importlib.util.find_spec(f"{__package__}.{kind}") is not None
-    missing = PACKAGES[kind] if kernels_are_here else "dualres"
+    """Warn once that the kernels, or the package that compiles them, are missing."""
+    kernels_exist = importlib.util.find_spec(f"{__package__}.{kind}") is not None
+    missing = PACKAGES[kind] if kernels_exist else "dualres"
+    remedy = f"pip install {missing}" if kernels_exist else "install dualres from its repository"
     warnings.warn(
-        f"{missing} is not installed, so residual pathways run as plain PyTorch, slower and with more memory: "
-        f"pip install {missing}",
+        f"{missing} is not installed, so residual pathways run as plain PyTorch, slower and with more memory: {remedy}",
         stacklevel=2,
     )

@@ -1,4 +1,4 @@
-"""Rows times the weight of their group: PyTorch's grouped matrix product as an operator that can also be compiled.
+"""Rows times the weight of their group: PyTorch's grouped matrix product as an operator that `torch.compile` can trace.
 
 `torch.nn.functional.grouped_mm` runs in float32, bfloat16 and float16, but PyTorch 2.13 traces it in bfloat16 only.
 """
@@ -18,7 +18,7 @@ def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """The first counts[0] rows times weight_0ᵀ, the next counts[1] times weight_1ᵀ, … (M,D), (E,F,D), (E,) -> (M,F)"""
     checks.grouped_linear("weight", rows, weight, counts)
     checks.group_sizes(rows, counts)
-    if rows.dtype == torch.float64:  # which the grouped product has not
+    if rows.dtype == torch.float64:  # not supported by `grouped_mm`
         runs = rows.split(counts.tolist())
         return torch.cat([run @ w.T for run, w in zip(runs, weight, strict=True)])
     return grouped_mm(rows, weight.mT, offs=_ends(counts))
@@ -32,7 +32,7 @@ def _(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 
 @torch.library.custom_op("dualres::grouped_linear_weight_gradient", mutates_args=())
 def weight_gradient(gradient: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
-    """Of each group, its rows of the gradient, transposed, times its rows. (M,F), (M,D), (E,) -> (E,F,D)"""
+    """For each group, its rows of the gradient, transposed, times its rows. (M,F), (M,D), (E,) -> (E,F,D)"""
     checks.grouped_linear("gradient", rows, gradient, counts)
     checks.group_sizes(rows, counts)
     if rows.dtype == torch.float64:
@@ -48,7 +48,7 @@ def _(gradient: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
 
 
 def _ends(counts: Tensor) -> Tensor:
-    """Where each run of rows ends. (E,) -> (E,)"""
+    """The end of each group's rows. (E,) -> (E,)"""
     return counts.cumsum(0).to(torch.int32)
 
 
@@ -67,7 +67,7 @@ grouped_linear.register_autograd(_backward, setup_context=_save)
 
 @functools.cache
 def register_flop_formulas() -> None:
-    """Let PyTorch's `FlopCounterMode` count both. Its module imports triton, so only models with experts do."""
+    """Let PyTorch's `FlopCounterMode` count both operators; only models with experts do so, as it imports triton."""
     from torch.utils.flop_counter import register_flop_formula
 
     register_flop_formula(torch.ops.dualres.grouped_linear)(_flops)
@@ -75,12 +75,12 @@ def register_flop_formulas() -> None:
 
 
 def _flops(rows: torch.Size, weight: torch.Size, counts: torch.Size, out_shape: torch.Size, **_: object) -> int:
-    """A multiplication and an addition for each row and entry of its weight, whatever the group."""
+    """A multiplication and an addition for each row and each entry of its group's weight."""
     return 2 * rows[0] * weight[1] * weight[2]
 
 
 def _gradient_flops(
     gradient: torch.Size, rows: torch.Size, counts: torch.Size, out_shape: torch.Size, **_: object
 ) -> int:
-    """As many as in the forward pass."""
+    """The same as the forward pass."""
     return 2 * rows[0] * rows[1] * gradient[1]

@@ -1,10 +1,10 @@
 """Every operator of the residual pathways, written as its equation: the definition of correct.
 
-The live streams of a block are never stored: they are a weighted sum of what was written since it opened,
+The live streams of a block are never stored: they are a weighted sum of the updates written so far,
 P^j = Σ_k C_k^j u_k with token-wise coefficients C, so that M P + β u is the same sum with coefficients [M C, β].
 The history is a sequence of states and is never stacked; keys are never stored normalized, because
-q·Norm(v) = (q·v)·rstd(v). Reductions over depth and width run in float32 (float64 for float64 streams), whatever the
-streams are stored in. B,T stand for any token axes, (B,H,W) or none: every operator is token-wise.
+q·Norm(v) = (q·v)·rstd(v). Reductions over depth and width run in float32 (float64 for float64 streams), for any
+storage dtype. B,T stand for any token axes, (B,H,W) or none: every operator is token-wise.
 """
 # B batch  T tokens  D width  J stored streams  O output streams  R history  U query sets  G gate values  K updates
 
@@ -22,7 +22,7 @@ def to_accumulation_dtype(x: Tensor) -> Tensor:
 
 
 def inverse_rms(x: Tensor, dims: tuple[int, ...], eps: float) -> Tensor:
-    """1 / √(mean x² + eps) over `dims`: what a weightless RMSNorm multiplies by."""
+    """1 / √(mean x² + eps) over `dims`: the factor of a weightless RMSNorm."""
     return torch.rsqrt(to_accumulation_dtype(x).square().mean(dims) + eps)
 
 
@@ -38,7 +38,7 @@ def depth_logits(state: Tensor, queries: Tensor, key: Sequence[int], eps: float)
 
 
 def depth_weights(candidates: Sequence[Tensor], queries: Tensor, route: Route, eps: float) -> Tensor:
-    """π_r^j = exp(a_r^j) / Σ_u exp(a_u^j): how much each output stream reads of each candidate.
+    """π_r^j = exp(a_r^j) / Σ_u exp(a_u^j): the weight of each candidate in each output stream.
 
     candidates R × (J,B,T,D), queries (U,O,D) -> (R,U,O,B,T), summing to one over R
     """
@@ -81,7 +81,7 @@ def merge(prefix: Prefix, streams: Tensor, query: Tensor, route: Route, eps: flo
 def read(
     prefix: Prefix, live: Live | None, *, query: Tensor | None, route: Route, eps: float, norm: Norm | None
 ) -> Tensor:
-    """What a branch without gates reads: `merge` with the live state where there is one, then the branch's norm.
+    """What a branch without gates reads: `merge` with the live state, if any, then the branch's norm.
 
     query (1,D) -> (B,T,D)
     """
@@ -101,8 +101,9 @@ def gated_read(
 ) -> tuple[Tensor, Live]:
     """What a branch of DAR reads, h = α⁰h⁰ + α¹h¹, and the live streams with the coefficients [M(ρ) C, β].
 
-    α = σ(·) and β = 2σ(·) from Norm([h⁰; h¹]); ρ = σ(·) from Norm([P⁰; P¹]), where there is a live state.
-    query (2,D), gates α, β and with a live state ρ -> (B,T,D), live streams that wait for the branch's output
+    α = σ(·) and β = 2σ(·) from Norm([h⁰; h¹]); ρ = σ(·) from Norm([P⁰; P¹]), if there is a live state.
+    query (2,D), gates α, β and, with a live state, ρ
+    -> (B,T,D), live streams with the next branch output still to be appended
     """
     output_streams, live_streams = _output_streams(prefix, live, query, route, eps)
     alpha = torch.sigmoid(gate_logits(output_streams, gates[0], eps))
@@ -121,7 +122,7 @@ def hyper_read(
     """What a branch of mHC reads, Σ_j H_pre^j X^j, and the live streams with the coefficients [H_res C, H_post].
 
     H_pre = σ(·), H_post = 2σ(·), H_res = Sinkhorn(·), the gates in this order, all from Norm([X⁰; X¹; …]).
-    -> (B,T,D), live streams that wait for the branch's output
+    -> (B,T,D), live streams with the next branch output still to be appended
     """
     streams = combine(live)
     pre, post, mixing = (gate_logits(streams, gate, eps) for gate in gates)
@@ -149,7 +150,7 @@ def mix(weights: Tensor, streams: Tensor) -> Tensor:
 
 
 def rms_norm(h: Tensor, norm: Norm | None) -> Tensor:
-    """Norm(h) ⊙ w, or h itself where the branch's norm is not the read's business. (B,T,D) -> (B,T,D)"""
+    """Norm(h) ⊙ w, or h itself if the read does not apply the branch's norm. (B,T,D) -> (B,T,D)"""
     if norm is None:
         return h
     return h * inverse_rms(h, (-1,), norm.eps).unsqueeze(-1) * to_accumulation_dtype(norm.weight)
@@ -163,7 +164,7 @@ def transport(rho: Tensor, coefficients: Tensor) -> Tensor:
 def sinkhorn(logits: Tensor, steps: int) -> Tensor:
     """exp(logits), columns and then rows scaled to sum to one, `steps` times. (J,J,B,T) -> the same
 
-    Rows come last and are exact, so streams that are equal stay equal. In log space: no entry can under- or overflow.
+    Rows come last and are exact, so equal streams stay equal. In log space, so that no entry under- or overflows.
     """
     for _ in range(steps):
         logits = logits - logits.logsumexp(0, keepdim=True)
@@ -174,7 +175,7 @@ def sinkhorn(logits: Tensor, steps: int) -> Tensor:
 def _output_streams(
     prefix: Prefix, live: Live | None, query: Tensor | None, route: Route, eps: float
 ) -> tuple[Tensor, Tensor | None]:
-    """What each output stream reads (O,B,T,D), and the live streams (J,B,T,D) if any, in the accumulation dtype."""
+    """The output streams (O,B,T,D), and the live streams (J,B,T,D) if any, in the accumulation dtype."""
     if live is None:
         return to_accumulation_dtype(prefix.retrieved), None
     assert query is not None

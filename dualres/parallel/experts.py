@@ -17,7 +17,7 @@ from dualres.parallel.mesh import Groups
 
 
 class ExpertParallel(LocalExperts):
-    """The experts of a layer are on the ranks of `experts`, the tokens of a micro-batch on those of `tensor`."""
+    """The experts of a layer are sharded over `experts`, the tokens of a micro-batch over `tensor`."""
 
     def __init__(self, experts: DeviceMesh, tensor: DeviceMesh):
         self.experts, self.tensor = experts.get_group(), tensor.get_group()
@@ -26,21 +26,21 @@ class ExpertParallel(LocalExperts):
     def total(self, assigned: Tensor) -> Tensor:
         if self.shards == 1:
             return assigned
-        together = assigned.clone()
-        dist.all_reduce(together, group=self.tensor)
-        return together
+        total = assigned.clone()
+        dist.all_reduce(total, group=self.tensor)
+        return total
 
     def apply(self, experts: Experts, rows: Tensor, assigned: Tensor) -> Tensor:
         arriving = torch.empty_like(assigned)  # rows from each rank for each local expert, (W·E/W,)
         dist.all_to_all_single(arriving, assigned, group=self.experts)
         arriving = arriving.view(self.ranks, -1)
-        there = assigned.view(self.ranks, -1).sum(1).tolist()
-        here = arriving.sum(1).tolist()
-        arrived = all_to_all_single_autograd(rows, here, there, self.experts)  # (Q,D) by rank, then by expert
+        rows_out = assigned.view(self.ranks, -1).sum(1).tolist()
+        rows_in = arriving.sum(1).tolist()
+        arrived = all_to_all_single_autograd(rows, rows_in, rows_out, self.experts)  # (Q,D) by rank, then by expert
         order = by_expert(arriving)
         out = experts(arrived[order], arriving.sum(0))
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        return all_to_all_single_autograd(out[back], there, here, self.experts)
+        return all_to_all_single_autograd(out[back], rows_out, rows_in, self.experts)
 
     def own(self, weight: Tensor) -> Tensor:
         assert isinstance(weight, DTensor)
@@ -48,18 +48,18 @@ class ExpertParallel(LocalExperts):
 
 
 def by_expert(arriving: Tensor) -> Tensor:
-    """The permutation that groups by expert the rows that arrive by rank, then by expert. (W,E/W) -> (Q,)"""
+    """The permutation that groups rows by expert, which arrive by rank, then by expert. (W,E/W) -> (Q,)"""
     ranks, experts = arriving.shape
     which = torch.arange(experts, device=arriving.device).repeat(ranks)
     return which.repeat_interleave(arriving.flatten()).argsort(stable=True)
 
 
 def distribute_experts(unit: nn.Module, groups: Groups) -> None:
-    """Keep this rank's experts of every MoE layer in `unit`, whose weights are replicated so far."""
+    """Shard the experts of every MoE layer in `unit`, whose weights are still replicated."""
     for module in unit.modules():
         if isinstance(module, MoE):
             module.placement = ExpertParallel(groups.experts, groups.tensor)
             for name in module.matrices:
                 whole: Tensor = getattr(module, name)
-                cut = distribute_tensor(whole.detach(), groups.experts, [Shard(0)], src_data_rank=None)
-                setattr(module, name, nn.Parameter(cut))
+                shard = distribute_tensor(whole.detach(), groups.experts, [Shard(0)], src_data_rank=None)
+                setattr(module, name, nn.Parameter(shard))

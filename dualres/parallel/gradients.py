@@ -1,8 +1,8 @@
 """Completes gradients that FSDP2 has averaged over its own ranks, and their norm over the whole mesh.
 
-A weight that is replicated over a tensor group has seen only each rank's part of the sequences: its gradient is summed
-over the group. Experts have the summed gradient of the tokens of all `expert` ranks: it is divided by their number. A
-tied vocabulary is on the first and last stage of a pipeline: its gradients are summed.
+A weight replicated over a tensor group has a gradient from each rank's part of the sequences: they are summed over the
+group. Experts have the summed gradient of the tokens of all `expert` ranks: it is divided by their number. A tied
+vocabulary is on the first and last stage of a pipeline: its gradients are summed.
 """
 
 import math
@@ -20,24 +20,24 @@ class MeshGradients:
     """The gradients of a rank, by the mesh dimensions that its parameters are sharded over."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], groups: Groups, tied: Sequence[str]):
-        cut = {name: dimensions(parameter) for name, parameter in parameters.items()}
-        partial = [p for name, p in parameters.items() if not {"tensor", "experts"} & cut[name]]
+        dims = {name: dimensions(parameter) for name, parameter in parameters.items()}
+        partial = [p for name, p in parameters.items() if not {"tensor", "experts"} & dims[name]]
         self.groups = groups
         self.partial = partial if groups.sizes.tensor > 1 else []  # summed over the tensor group
-        self.experts = [p for name, p in parameters.items() if "experts" in cut[name]]  # divided by the expert ranks
+        self.experts = [p for name, p in parameters.items() if "experts" in dims[name]]  # divided by the expert ranks
         self.tied = [parameters[name] for name in tied]  # summed over the first and the last stage
-        # How many ranks hold the same shard.
+        # The number of ranks that hold the same shard.
         self.copies = {p: copies(p, groups) * (2 if name in tied else 1) for name, p in parameters.items()}
 
     def finish(self) -> None:
-        """Call it after the last micro-batch of a step."""
+        """Complete the gradients, after the last micro-batch of a step."""
         if self.partial:
-            sum_together(gradients(self.partial), self.groups.tensor.get_group())
+            all_reduce_together(gradients(self.partial), self.groups.tensor.get_group())
         if self.groups.sizes.expert > 1:
             for gradient in gradients(self.experts):
                 gradient.div_(self.groups.sizes.expert)
         if self.tied and self.groups.ends is not None:
-            sum_together(gradients(self.tied), self.groups.ends)
+            all_reduce_together(gradients(self.tied), self.groups.ends)
 
     def squares(self) -> float:
         """This rank's part of the gradient's sum of squares: a shard that several ranks hold counts once."""
@@ -48,19 +48,19 @@ class MeshGradients:
         return (norms.square() / torch.tensor([self.copies[p] for p in held])).sum().item()
 
     def clip(self, norm: float, limit: float) -> None:
-        """Scale the gradient down to `limit`, as `clip_grad_norm_` does."""
+        """Scale the gradient down to the norm `limit`, as `clip_grad_norm_` does."""
         factor = limit / (norm + 1e-6)
         if factor < 1:
             torch._foreach_mul_(gradients(self.copies), factor)
 
 
 def copies(parameter: Tensor, groups: Groups) -> int:
-    """How many ranks of a stage hold the same shard."""
+    """The number of ranks of a stage that hold the same shard."""
     if not isinstance(parameter, DTensor):
         return groups.sizes.data * groups.sizes.tensor
-    placed = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
-    whole = math.prod(size for placement, size in placed if placement.is_replicate())
-    return whole * (1 if {"tensor", "experts"} & dimensions(parameter) else groups.sizes.tensor)
+    placements = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
+    replicas = math.prod(size for placement, size in placements if placement.is_replicate())
+    return replicas * (1 if {"tensor", "experts"} & dimensions(parameter) else groups.sizes.tensor)
 
 
 def dimensions(parameter: Tensor) -> set[str]:
@@ -74,9 +74,9 @@ def gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     return [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
 
 
-def sum_together(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """All-reduce tensors in place, in one message."""
-    together = torch.cat([tensor.flatten() for tensor in tensors])
-    dist.all_reduce(together, group=group)
-    for tensor, part in zip(tensors, together.split([t.numel() for t in tensors]), strict=True):
+def all_reduce_together(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """All-reduce tensors in place, in one collective."""
+    flat = torch.cat([tensor.flatten() for tensor in tensors])
+    dist.all_reduce(flat, group=group)
+    for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
         tensor.copy_(part.view_as(tensor))

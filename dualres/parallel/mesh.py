@@ -41,15 +41,15 @@ class Mesh(NamedTuple):
         return self.expert * self.tensor
 
     def describe(self) -> str:
-        """Such as `dp4·tp2/ep4`, or `dp2·pp2×3` with three chunks on each rank."""
+        """A short form such as `dp4·tp2/ep4`, or `dp2·pp2×3` with three chunks on each rank."""
         virtual = f"×{self.virtual}" if self.virtual > 1 else ""
-        named = [("dp", self.data, ""), ("tp", self.tensor, ""), ("pp", self.pipeline, virtual)]
-        shown = "·".join(f"{name}{size}{more}" for name, size, more in named if size > 1) or "dp1"
-        return f"{shown}/ep{self.expert}" if self.expert > 1 else shown
+        dimensions = [("dp", self.data, ""), ("tp", self.tensor, ""), ("pp", self.pipeline, virtual)]
+        text = "·".join(f"{name}{size}{suffix}" for name, size, suffix in dimensions if size > 1) or "dp1"
+        return f"{text}/ep{self.expert}" if self.expert > 1 else text
 
 
 def mesh_of(config: Config, processes: int) -> Mesh:
-    """The mesh of `train.parallel` with so many processes; an impossible one is refused."""
+    """The mesh of `train.parallel` for `processes` processes; an impossible one raises."""
     parallel = config.train.parallel
     shared = parallel.tensor * parallel.pipeline
     if processes % shared:
@@ -66,7 +66,7 @@ def mesh_of(config: Config, processes: int) -> Mesh:
 
 
 def check_mesh(config: Config, mesh: Mesh) -> None:
-    """Refuse a model that cannot be sharded over the mesh, before any process group starts."""
+    """Reject a model that cannot be sharded over the mesh, before any process group starts."""
     model, parallel = config.model, config.train.parallel
     if parallel.context > 1:
         raise ConfigError(
@@ -105,13 +105,13 @@ def check_mesh(config: Config, mesh: Mesh) -> None:
     if mesh.pipeline * mesh.virtual > blocks:
         raise ConfigError(
             f"train.parallel.pipeline={mesh.pipeline} × virtual_stages={mesh.virtual} = "
-            f"{mesh.pipeline * mesh.virtual} chunks are more than the {blocks} blocks of {config.residual.method}, and "
-            f"stages are cut at blocks: use at most {blocks} chunks, or a smaller residual.branches_per_block"
+            f"{mesh.pipeline * mesh.virtual} chunks exceed the {blocks} blocks of {config.residual.method}, and "
+            f"chunks consist of whole blocks: use at most {blocks} chunks, or a smaller residual.branches_per_block"
         )
     if config.analyze.every is not None and mesh.tensor * mesh.pipeline > 1:
         raise ConfigError(
             f"analyze.every={config.analyze.every} needs whole sequences and the whole model, which {mesh.describe()} "
-            "shards: leave it out, and run dualres analyze on the checkpoints"
+            "shards: remove it, and run dualres analyze on the checkpoints"
         )
 
 
@@ -132,7 +132,7 @@ def _check_experts(experts: int, mesh: Mesh) -> None:
 
 
 def block_count(config: Config) -> int:
-    """N, the residual blocks of the model."""
+    """N, the number of residual blocks of the model."""
     return len(places(2 * config.model.layers, config.residual))
 
 
@@ -142,9 +142,9 @@ def chunk_sizes(config: Config, mesh: Mesh) -> list[int]:
 
 
 def even_chunks(blocks: int, chunks: int) -> list[int]:
-    """As even as possible, with larger chunks first: the last one also has the vocabulary's output."""
-    least, more = divmod(blocks, chunks)
-    return [least + (number < more) for number in range(chunks)]
+    """Chunk sizes as even as possible, larger ones first: the last chunk also has the vocabulary's output."""
+    size, remainder = divmod(blocks, chunks)
+    return [size + (number < remainder) for number in range(chunks)]
 
 
 class Groups(NamedTuple):

@@ -1,10 +1,10 @@
-"""Pipeline parallelism with a cached history: each rank caches the states it has seen and is sent only what it lacks.
+"""Pipeline parallelism with a cached history: each rank caches the states it has seen and receives only missing ones.
 
-The N blocks are cut into C = P·V chunks. Chunk c is on rank c mod P, so a rank with V chunks sees each micro-batch V
+The N blocks are split into C = P·V chunks. Chunk c is on rank c mod P, so a rank with V chunks sees each micro-batch V
 times. Its first pass leaves the history to the later ones; between passes it receives only states of the P − 1 chunks
 on other ranks. In the backward pass the gradient of a state accumulates on the rank that caches it and is sent once to
-the rank it came from. State H_b is made by block b (1 … N); H_0 is the embedding, whose streams are equal and sent as
-one.
+the rank it came from. State H_b is the output of block b (1 … N); H_0 is the embedding, whose equal streams are sent
+as one.
 """
 # B batch  T tokens (of this rank's part of the sequence)  D width  J streams
 
@@ -38,18 +38,18 @@ class Boundary(NamedTuple):
 
 
 def boundaries(chunks: Sequence[int], ranks: int, *, keeps_history: bool, resend: bool = False) -> list[Boundary]:
-    """The C−1 boundaries between chunks of so many blocks each; `resend` disables the cache, for comparison."""
+    """The C−1 boundaries between chunks of `chunks` blocks each; `resend` disables the cache, for comparison."""
     seen: list[set[int]] = [set() for _ in range(ranks)]
-    found, state = [], 0
+    result, state = [], 0
     for number, blocks in enumerate(chunks):
         here = seen[number % ranks]
         if number > 0:
             needed = range(state + 1) if keeps_history else (state,)
             known = here if keeps_history and not resend else set()
-            found.append(Boundary(tuple(s for s in needed if s not in known), tuple(s for s in needed if s in known)))
+            result.append(Boundary(tuple(s for s in needed if s not in known), tuple(s for s in needed if s in known)))
         here.update(range(state + blocks + 1))
         state += blocks
-    return found
+    return result
 
 
 class PipelineChunk(nn.Module):
@@ -98,20 +98,20 @@ class PipelineChunk(nn.Module):
         positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         mask = causal_mask(tokens.shape[1], 0, None, objective.documents(tokens), tokens.device)
         context = decoder.context(history[0], positions, mask, report=reports.get(batch))
-        for made, block in enumerate(cast(Sequence[ResidualBlock], self.blocks), self.first + 1):
+        for b, block in enumerate(cast(Sequence[ResidualBlock], self.blocks), self.first + 1):
             history = after(block, history, context=context)
-            if made in self.to_cache:
-                history = (*history[:-1], cached(history[-1], leaves, made))
-            states[made] = history[-1]
+            if b in self.to_cache:
+                history = (*history[:-1], cached(history[-1], leaves, b))
+            states[b] = history[-1]
         if self.leaving is not None:
             return tuple(states[s] for s in self.leaving.sent)
         return objective.loss(decoder.norm(decoder.stack.readout(*history)), sequences)
 
 
 def cached(state: Tensor, leaves: Leaves, number: int) -> Tensor:
-    """The state, of which a leaf is cached for later passes; its gradient also has the leaf's.
+    """The state; a leaf copy is cached for later passes, and its gradient is added to the state's.
 
-    The backward passes of later passes come first, so the leaf's gradient is complete.
+    Later passes run backward first, so the leaf's gradient is complete by then.
     """
     leaf = state.detach().requires_grad_(state.requires_grad)
     leaves[number] = leaf
@@ -147,7 +147,7 @@ class Stage(PipelineStage):
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """What was received for this micro-batch is no longer needed."""
+        """Also release the receive buffers of this micro-batch."""
         ops = super().get_bwd_send_ops(bwd_chunk_id)
         _release(self.args_recv_info[bwd_chunk_id])
         if not self.is_last:
@@ -177,13 +177,13 @@ def drop_unused(vocabulary: Vocabulary, chunk: PipelineChunk) -> None:
 
 
 def micro_batches(global_batch: int, micro_batch: int, mesh: Mesh) -> int:
-    """How many a data-parallel rank runs in a step, zero-weight padding included."""
+    """The number of micro-batches per data-parallel rank and step, including zero-weight padding."""
     count = -(-global_batch // micro_batch // mesh.data)
     return count if mesh.pipeline == 1 else padded_micro_batches(count, mesh.pipeline, mesh.virtual)
 
 
 def padded_micro_batches(count: int, ranks: int, virtual: int) -> int:
-    """How many the schedule needs for `count`: 1F1B at least one per rank, interleaved 1F1B whole rounds."""
+    """`count` rounded up to what the schedule needs: at least one per rank for 1F1B, whole rounds if interleaved."""
     if virtual == 1:
         return max(count, ranks)
     return next(n for n in range(count, 2 * count + ranks) if n % max(1, n // ranks) == 0)
@@ -197,7 +197,7 @@ def make_schedule(stages: Sequence[Stage], micro_batches: int, loss: Callable[[T
 
 
 def make_chunks(objective: Objective, sizes: Sequence[int], ranks: int, rank: int) -> dict[int, PipelineChunk]:
-    """The chunks of one rank by number, of `sizes` blocks each."""
+    """The chunks of one rank, by number; chunk c has `sizes[c]` blocks."""
     keeps_history = next(iter(objective.decoder.stack)).pathway.keeps_history
     between = boundaries(sizes, ranks, keeps_history=keeps_history)
     starts = [sum(sizes[:c]) for c in range(len(sizes))]

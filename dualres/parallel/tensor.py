@@ -1,6 +1,6 @@
 """Tensor and sequence parallelism: weights sharded along heads, hidden units and vocabulary; tokens along the sequence.
 
-Between branches a rank has T/n of every sequence, residual stream and history state: pathways are per token and need
+Between branches a rank has T/n of every sequence, residual stream and history state: pathways are token-wise and need
 no communication. A branch all-gathers its input once and reduce-scatters its output; an MoE branch routes its local
 tokens. A parameter is either sharded, with a complete gradient, or replicated, with a gradient still to be summed
 (`dualres.parallel.gradients`).
@@ -33,7 +33,7 @@ LINEARS: dict[type[nn.Module], tuple[tuple[str, ...], str]] = {  # column-parall
 
 
 def shard_branches(unit: nn.Module, mesh: DeviceMesh) -> None:
-    """Shard every attention and feed-forward in `unit`, whose weights are replicated so far."""
+    """Shard every attention and feed-forward in `unit`, whose weights are still replicated."""
     for module in unit.modules():
         if type(module) in LINEARS:
             into, out = LINEARS[type(module)]
@@ -46,10 +46,10 @@ def shard_branches(unit: nn.Module, mesh: DeviceMesh) -> None:
             module.register_forward_hook(wait_for_output)
 
 
-def wait_for_output(module: nn.Module, given: Any, out: Tensor) -> Tensor:
-    """Wait for an asynchronous collective, whose result has no memory yet that a kernel could read.
+def wait_for_output(module: nn.Module, inputs: Any, out: Tensor) -> Tensor:
+    """Wait for an asynchronous collective: until it ends, its result has no memory that a kernel could read.
 
-    With gradients, operators wait by themselves (and waiting here would detach the output).
+    With gradients, operators wait by themselves, and waiting here would detach the output.
     """
     return out.wait() if isinstance(out, AsyncCollectiveTensor) and not out.requires_grad else out
 

@@ -1,8 +1,8 @@
-"""Cross-entropy over a vocabulary that is sharded into ranges: no rank ever has the logits of all tokens.
+"""Cross-entropy over a vocabulary that is sharded into ranges: no rank ever materializes the full logits.
 
     log Z_n = log Σ_ranks exp(log Z_n of the rank's entries)
 
-Each rank sends two numbers per token: the log-partition of its range and, if it is in there, the target's logit.
+Each rank sends two numbers per token: the log-partition of its range and, if the target is in it, its logit.
 """
 # B batch  T tokens  N = B·T  E table width  V size of this rank's range
 
@@ -25,11 +25,11 @@ def vocabulary_loss(mesh: DeviceMesh, hidden: Tensor, weight: Tensor, targets: T
     """
     assert isinstance(weight, DTensor)
     first = mesh.get_local_rank() * -(-weight.shape[0] // mesh.size())
-    return RangeCrossEntropy.apply(hidden, weight.to_local(), targets - first, rows, mesh.get_group())
+    return VocabParallelCrossEntropy.apply(hidden, weight.to_local(), targets - first, rows, mesh.get_group())
 
 
-class RangeCrossEntropy(ChunkedCrossEntropy):
-    """`ChunkedCrossEntropy` for one range of several."""
+class VocabParallelCrossEntropy(ChunkedCrossEntropy):
+    """`ChunkedCrossEntropy` for one rank's range of the vocabulary."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -45,7 +45,7 @@ class RangeCrossEntropy(ChunkedCrossEntropy):
             rows,
             differentiated=any(ctx.needs_input_grad),
             inside=inside.flatten(),
-            over_ranges=lambda log_partition, chosen: over_ranges(log_partition, chosen, group),
+            reduce_over_ranks=lambda log_partition, target_logit: reduce_over_ranks(log_partition, target_logit, group),
         )
         if grad_whole is not None:
             grad_hidden = reduce_scatter_single(grad_whole.view(*targets.shape, -1), "sum", 1, group)
@@ -53,8 +53,8 @@ class RangeCrossEntropy(ChunkedCrossEntropy):
         return loss
 
 
-def over_ranges(log_partition: Tensor, chosen: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """The log-partition over all ranges, and the target's logit from its range. Two of (rows,1)"""
-    own = torch.stack([log_partition, chosen])  # (2,rows,1)
+def reduce_over_ranks(log_partition: Tensor, target_logit: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """The log-partition of the whole vocabulary, and the target's logit from its rank. Two of (rows,1)"""
+    own = torch.stack([log_partition, target_logit])  # (2,rows,1)
     every = all_gather_single(own, gather_dim=2, group=group)  # (2,rows,n)
     return every[0].logsumexp(-1, keepdim=True), every[1].sum(-1, keepdim=True)

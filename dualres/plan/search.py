@@ -22,7 +22,7 @@ from dualres.plan.memory import minimum_memory
 from dualres.plan.stages import pipeline_ranks
 from dualres.plan.time import step_seconds, token_cost
 from dualres.train.engines.build import engine_mesh
-from dualres.train.preflight import Check, engine_or_asked
+from dualres.train.preflight import Check, engine_or_configured
 from dualres.util.progress import Show, plural, silent
 
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")  # from the fastest to the smallest
@@ -159,7 +159,7 @@ def check_memory(planned: MeshEstimate, hardware: Hardware) -> Check:
     problem = f"{needed} does not fit {limit}"
     for change, changed, more in _changes(config, ranks):
         try:
-            smaller = estimate(changed, engine_or_asked(changed, more), engine_mesh(changed, more), hardware)
+            smaller = estimate(changed, engine_or_configured(changed, more), engine_mesh(changed, more), hardware)
         except ConfigError:
             continue
         if not smaller.fits(hardware):

@@ -1,4 +1,4 @@
-"""Attention Residuals: one stream; a branch reads a softmax over earlier states, chosen by a learned query."""
+"""Attention Residuals: one stream; a branch reads the softmax-weighted sum of earlier states under a learned query."""
 # B batch  T tokens  D width  J stored streams
 
 from dataclasses import dataclass
@@ -18,14 +18,14 @@ from dualres.residual.route import SINGLE, VALUE_PROJECTED
 class AttnRes(Retrieving):
     """h = Σ_r π_r v_r with π ∝ exp(q · Norm(k_r)); the live state is the sum of the block's branch outputs.
 
-    With one branch per block it is the paper's full form, where every branch output is a candidate of its own.
+    One branch per block gives the paper's full form, in which every branch output is its own candidate.
     """
 
     def __init__(self, dim: int, place: Place, *, eps: float, route: Route = SINGLE):
         super().__init__(dim, place, eps=eps, route=route)
 
     def read(self, state: RetrievalState, i: int, norm: Norm | None = None) -> tuple[Tensor, RetrievalState]:
-        """h_l = Σ_r π_{r→l} v_r: phase 2, the history merged with the live state, where there is one."""
+        """h_l = Σ_r π_{r→l} v_r: phase 2 merges the history with the live state, if there is one."""
         live = state.live and shortened(state.live)
         prefix, query = state.prefixes[self.set_of_branch[i]], self.query(i) if live else None
         h = ops.read(prefix, live, query=query, route=self.route, eps=self.eps, norm=norm)
@@ -42,21 +42,21 @@ class AttnRes(Retrieving):
 
 @dataclass(frozen=True)
 class ValueProjectedOptions(RetrievalOptions):
-    """The maps of AttnRes + VProj."""
+    """Options of the value maps of AttnRes + VProj."""
 
     value_rank: NonNegativeInt = 0
     """rank r of the maps I + BA on the values; 0: full d×d matrices"""
 
 
 class ValueProjected(AttnRes):
-    """AttnRes + VProj: states are stored as (v, W v); the first is scored, the second returned.
+    """AttnRes + VProj: states are stored as (v, W v); v serves as the key, W v as the value.
 
-    Each branch output has a map W of its own, the embedding has none.
+    Each branch output has its own map W; the embedding has none.
     """
 
     def __init__(self, dim: int, place: Place, *, eps: float, value_rank: int):
         if value_rank > dim:
-            raise ValueError(f"value_rank={value_rank} exceeds the width {dim}: use 0, a full matrix, or a lower rank")
+            raise ValueError(f"value_rank={value_rank} exceeds the width {dim}: use 0 (a full matrix) or a lower rank")
         super().__init__(dim, place, eps=eps, route=VALUE_PROJECTED)
         self.maps = nn.ModuleList(
             FullMap(dim) if value_rank == 0 else LowRankMap(dim, value_rank) for _ in place.set_of_branch
@@ -68,9 +68,9 @@ class ValueProjected(AttnRes):
 
 
 class FullMap(nn.Module):
-    """W v with a d×d matrix that starts as the identity."""
+    """W v with a d×d matrix W, initialized to the identity."""
 
-    matrices = ("weight",)  # they decay, as the weights of `nn.Linear` do
+    matrices = ("weight",)  # subject to weight decay, like the weights of `nn.Linear`
 
     def __init__(self, dim: int):
         super().__init__()
@@ -87,7 +87,7 @@ class FullMap(nn.Module):
 
 
 class LowRankMap(nn.Module):
-    """(I + B A) v with A of `rank` rows; it starts as the identity, B = 0."""
+    """(I + B A) v with A of `rank` rows; initialized to the identity by B = 0."""
 
     matrices = ("down", "up")
 

@@ -19,7 +19,7 @@ OFF_DIAGONAL = -8.0  # 0 would average the streams at every branch and cripple t
 
 @dataclass(frozen=True)
 class HyperOptions(Options):
-    """The streams of mHC and their gates."""
+    """Options of mHC's streams and gates."""
 
     streams: Annotated[int, Bounds(minimum=1, maximum=64)] = 4  # a token's mixing matrix is streams × streams
     """residual streams, n"""
@@ -30,7 +30,7 @@ class HyperOptions(Options):
 
 
 class HyperState(NamedTuple):
-    """The live streams X, a sum of the streams that the block started from and of its branch outputs."""
+    """The live streams X, a weighted sum of the block's input streams and its branch outputs."""
 
     live: Live
 
@@ -47,21 +47,21 @@ class HyperConnections(Pathway):
         diagonal = (OFF_DIAGONAL * (1 - torch.eye(streams, device="cpu"))).flatten()
 
         def gates(values: int, bias: float | Tensor) -> nn.ModuleList:
-            made = (Gate(streams, dim, values, scale=gate_scale, bias=bias, eps=eps) for _ in place.set_of_branch)
-            return nn.ModuleList(made)
+            branches = place.set_of_branch
+            return nn.ModuleList(Gate(streams, dim, values, scale=gate_scale, bias=bias, eps=eps) for _ in branches)
 
         self.pre = gates(streams, bias=0.0)
         self.post = gates(streams, bias=0.0)
         self.mixing = gates(streams * streams, bias=diagonal)
 
     def open(self, history: History) -> HyperState:
-        """The block goes on from the streams of the one before."""
+        """The block continues from the previous block's streams."""
         return HyperState(of_streams(history[-1]))
 
     def read(self, state: HyperState, i: int, norm: Norm | None = None) -> tuple[Tensor, HyperState]:
         """h = Σ_j σ(·)^j X^j; the gates of the write are computed from the same X.
 
-        H_res and H_post ride in the coefficients of the live streams until the write.
+        H_res and H_post are stored in the live streams' coefficients until the write.
         """
         gates = [cast(Gate, kind[i]) for kind in (self.pre, self.post, self.mixing)]
         live = shortened(state.live)
@@ -78,11 +78,11 @@ class HyperConnections(Pathway):
         return state.live.coefficients[-1]
 
     def start_divisor(self, i: int) -> float:
-        """N streams, each the standard residual's state, times σ(0) = ½."""
+        """At the zero start, h sums N streams, each the standard residual's state, weighted by σ(0) = ½."""
         return 2 / self.count
 
     def close(self, state: HyperState) -> Tensor:
-        """The streams that the next block starts from."""
+        """The streams that the next block continues from."""
         return ops.write(state.live)
 
     def streams(self, state: HyperState) -> Tensor:
@@ -90,5 +90,5 @@ class HyperConnections(Pathway):
         return ops.write(state.live)
 
     def with_streams(self, state: HyperState, live: Tensor) -> HyperState:
-        """The same state with other live streams (N,B,T,D)."""
+        """The same state with its live streams replaced (N,B,T,D)."""
         return HyperState(of_streams(live))

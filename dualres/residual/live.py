@@ -1,7 +1,7 @@
-"""The live streams of a block as a weighted sum of what was written to it: P^j = Σ_k C_k^j u_k. They are not stored.
+"""The live streams of a block as a weighted sum of its updates: P^j = Σ_k C_k^j u_k. The streams are not stored.
 
 Transport and mixing then act on token-wise coefficients: M P + β u has the updates (…, u) and the coefficients
-[M C, β]. A block keeps its branch outputs for the backward pass, D numbers per branch, and no stream.
+[M C, β]. For the backward pass a block saves its branch outputs, D numbers per branch, and no streams.
 """
 # B batch  T tokens  D width  J streams  K updates
 
@@ -11,27 +11,27 @@ from torch import Tensor
 from dualres import ops
 from dualres.ops import Live
 
-MOST_WRITES = 4  # beyond the streams that a sum started from; every read sums anew, and storing the streams moves less
+MAX_WRITES = 4  # beyond a sum's initial streams: each read recomputes the sum, so then storing the streams moves less
 
 
 def shortened(live: Live) -> Live:
-    """The same streams as a sum of few terms."""
-    return live if len(live.updates) < live.coefficients.shape[1] + MOST_WRITES else of_streams(ops.write(live))
+    """The same streams as a sum of at most J + MAX_WRITES − 1 terms."""
+    return live if len(live.updates) < live.coefficients.shape[1] + MAX_WRITES else of_streams(ops.write(live))
 
 
 def of_streams(streams: Tensor) -> Live:
-    """Stored streams as live ones, each an update of its own. (J,B,T,D)"""
+    """Stored streams as live streams, each with itself as its only update. (J,B,T,D)"""
     return Live(streams.unbind(0), _identity(streams[0], len(streams), 1))
 
 
 def plus(live: Live | None, updates: tuple[Tensor, ...]) -> Live:
-    """Add to each of the J streams, without gates. J × (B,T,D)"""
-    together = (*(live.updates if live else ()), *updates)
-    return Live(together, _identity(updates[0], len(updates), len(together) // len(updates)))
+    """The live streams with one ungated update added to each. J × (B,T,D)"""
+    all_updates = (*(live.updates if live else ()), *updates)
+    return Live(all_updates, _identity(updates[0], len(updates), len(all_updates) // len(updates)))
 
 
 def _identity(update: Tensor, streams: int, times: int) -> Tensor:
-    """Coefficients of updates (B,T,D) that go to one stream each, in turn. -> (times·J,J,B,T)"""
+    """The coefficients of updates that each go to one stream, in turn. -> (times·J,J,B,T)"""
     precise = torch.promote_types(update.dtype, torch.float32)
     unit = torch.eye(streams, dtype=precise, device=update.device).repeat(times, 1)
     tokens = update.shape[:-1]

@@ -17,9 +17,9 @@ History = tuple[Tensor, ...]  # H_0 … H_{b-1}; each (J,B,T,D), contiguous, nev
 
 
 class Place(NamedTuple):
-    """Where a block stands in its network: all that a pathway must know to create its parameters."""
+    """A block's position in its network: all that a pathway needs to create its parameters."""
 
-    history: int  # how many states H_0 … H_{b-1} come before it; a pathway without history sees the last alone
+    history: int  # the number of states H_0 … H_{b-1} before it; a pathway without history sees only the last
     set_of_branch: tuple[int, ...]  # the parameter set of each of its S branches, numbered from 0 in order of first use
 
     @property
@@ -32,15 +32,15 @@ class Place(NamedTuple):
         return set(self.set_of_branch[1:])
 
     def sets_with_query(self) -> set[int]:
-        """The parameter sets of branches that read two or more states, so that a query makes a difference."""
+        """The parameter sets of branches that read two or more states; with only one, a query has no effect."""
         return set(self.set_of_branch) if self.history > 1 else self.sets_with_live_state()
 
 
 @dataclass(frozen=True)
 class Options:
-    """The options of a method, keyword arguments of its pathway.
+    """The options of a method: the keyword arguments of its pathway.
 
-    A subclass has a field for each option, with a type, a default and its documentation, a line of text under it.
+    A subclass has a field for each option, with a type, a default and a one-line docstring under it.
     """
 
     def __post_init__(self) -> None:
@@ -52,25 +52,25 @@ class Pathway(nn.Module):
 
         history ──open──▶ state ──read──▶ h ─▶ branch ─▶ u ──write──▶ state … ──close──▶ H_b
 
-    The state is a `NamedTuple`, born in `open` and dead after `close`. Nothing is kept on `self`
-    and nothing is changed in place, so a block can be recomputed, compiled, sharded and cut off for a pipeline.
+    The state is a `NamedTuple` that lives from `open` to `close`. Nothing is stored on `self` and nothing is
+    changed in place, so a block can be recomputed, compiled, sharded and placed on a pipeline stage.
     """
 
     keeps_history = False  # True: the next block sees H_0 … H_b; False: only H_b
 
     def open(self, history: History) -> Any:
-        """Start the block: what all its branches need of the history, once. R × (J,B,T,D) -> state"""
+        """Start the block: compute once what all its branches need from the history. R × (J,B,T,D) -> state"""
         raise NotImplementedError
 
     def read(self, state: Any, i: int, norm: Norm | None = None) -> tuple[Tensor, Any]:
-        """The input (B,T,D) of branch i, after the branch's norm if it is given; gates of the write ride in the state.
+        """The input (B,T,D) of branch i, normalized if `norm` is not None; the state stores the gates of the write.
 
-        `ops.rms_norm` applies the norm for a pathway that does not do both in one pass.
+        A pathway that does not fuse the norm into its read applies it with `ops.rms_norm`.
         """
         raise NotImplementedError
 
     def write(self, state: Any, i: int, update: Tensor) -> Any:
-        """Put the output (B,T,D) of branch i into the live streams."""
+        """Add the output (B,T,D) of branch i to the live streams."""
         raise NotImplementedError
 
     def close(self, state: Any) -> Tensor:
@@ -79,35 +79,35 @@ class Pathway(nn.Module):
         return live
 
     def start_divisor(self, i: int) -> float:
-        """At the zero start (queries and gate scales 0) branch i reads the standard residual's state over this number.
+        """At the zero start (queries and gate scales 0) branch i reads the standard residual's state divided by this.
 
-        The branch's norm removes the factor, exactly so with eps over its square.
+        The branch's norm removes the factor, exactly if its eps is divided by the factor squared.
         """
         raise NotImplementedError
 
     def streams(self, state: Any) -> Tensor | None:
-        """Lens for analysis: the live streams (J,B,T,D), None before the first write of a block that starts empty.
+        """Inspection method: the live streams (J,B,T,D); None before the first write of a block that starts empty.
 
-        For a state that `open` or `write` returned: in one that `read` returned, the gates of a write wait for it.
+        `state` must come from `open` or `write`: after `read`, it already holds the gates of a pending write.
         """
         live: Tensor | None = state.live
         return live
 
     def with_streams(self, state: Any, live: Tensor) -> Any:
-        """Lens for analysis: the same state, which `open` or `write` returned, with other live streams (J,B,T,D)."""
+        """Inspection method: a state from `open` or `write` with its live streams (J,B,T,D) replaced."""
         return state._replace(live=live)
 
     def write_weights(self, state: Any) -> Tensor | None:
-        """Lens for analysis: how much of the branch's output goes into each stream (J,B,T); None without write gates.
+        """Inspection method: the weight of the branch's output in each stream (J,B,T); None without write gates.
 
-        For a state that `read` returned.
+        `state` must come from `read`.
         """
         return None
 
     def depth_weights(self, history: History, state: Any, i: int) -> Tensor | None:
-        """Lens for analysis: the weights π (R,O,B,T) with which branch i reads over depth; None without retrieval.
+        """Inspection method: the weights π (R,O,B,T) with which branch i reads over depth; None without retrieval.
 
-        For a state that `open` or `write` returned, and the history of its block.
+        `state` must come from `open` or `write`, and `history` from the same block.
         """
         return None
 
@@ -123,13 +123,13 @@ class LastState(nn.Module):
         return history[-1].sum(0)
 
     def start_divisor(self, streams: int, states: int) -> float:
-        """At the zero start every one of the J streams is the standard residual's state."""
+        """At the zero start each of the J streams is the standard residual's state."""
         return 1 / streams
 
     def stream_count(self, stored: int) -> int:
-        """Lens for analysis: how many of the `stored` tensors of a state are streams."""
+        """Inspection method: how many of the `stored` tensors of a state are streams."""
         return stored
 
     def depth_weights(self, history: History) -> Tensor | None:
-        """Lens for analysis: the output reads the last state alone."""
+        """Inspection method: None, since the output reads only the last state."""
         return None

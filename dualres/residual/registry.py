@@ -1,4 +1,4 @@
-"""The residual methods by name. A row has the streams of H_0, the pathway of a block, the readout, and the options."""
+"""The residual methods by name: each row has the streams of H_0, a block's pathway, the readout and the options."""
 
 import dataclasses
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from dualres.config.validation import build as build_options
 from dualres.config.validation import did_you_mean
 from dualres.ops import Route
 from dualres.residual.attnres import AttnRes, ValueProjected, ValueProjectedOptions
-from dualres.residual.dual import Dual, DualOptions
+from dualres.residual.dar import Dual, DualOptions
 from dualres.residual.hyper_connections import HyperConnections, HyperOptions
 from dualres.residual.pathway import LastState, Options, Pathway, Place
 from dualres.residual.retrieval import Retrieval, RetrievalOptions
@@ -21,7 +21,7 @@ from dualres.residual.standard import Standard
 
 
 class Method(NamedTuple):
-    """One row. `pathway(dim, place, eps=, **options)` makes a block's pathway, `readout(dim, eps=)` the readout."""
+    """One row: `pathway(dim, place, eps=, **options)` builds a block's pathway, `readout(dim, eps=)` the readout."""
 
     streams: int | None  # J, copies of the embedding in H_0; None: the option `streams`
     pathway: Callable[..., Pathway]
@@ -75,7 +75,7 @@ DEFAULT_BRANCHES_PER_BLOCK = 4  # without a scale: K = 2 layers, as in the paper
 
 
 class Residual(NamedTuple):
-    """Everything of a network but its embedding, branches and output."""
+    """The residual part of a network: all but its embedding, branches and output."""
 
     streams: int  # J
     places: list[Place]  # one per block
@@ -90,19 +90,19 @@ def method(name: str) -> Method:
 
 
 def resolve(config: ResidualConfig) -> dict[str, Any]:
-    """The options of the configured method, checked, with defaults for those that are not set."""
+    """The validated options of the configured method, with defaults for those that are not set."""
     options = method(config.method).options
     known = [field.name for field in dataclasses.fields(options)]
     for name, value in config.options:
         if name not in known:
             remedy = did_you_mean(name, [*known, "branches_per_block"], "residual.") or "remove it"
-            its = f"its options: {', '.join(known)}" if known else "it has none"
-            raise ConfigError(f"residual.{name}={value!r} is not an option of {config.method} ({its}): {remedy}")
+            valid = f"its options: {', '.join(known)}" if known else "it has none"
+            raise ConfigError(f"residual.{name}={value!r} is not an option of {config.method} ({valid}): {remedy}")
     return dict(vars(build_options(options, dict(config.options), "residual.")))
 
 
 def branches_per_block(config: ResidualConfig) -> int:
-    """S: the config's, or the method's own, or the default."""
+    """S: from the config if set, else the method's own, else the default."""
     default = config.default_branches_per_block or DEFAULT_BRANCHES_PER_BLOCK
     return config.branches_per_block or method(config.method).branches_per_block or default
 
@@ -116,14 +116,14 @@ def explicit(config: ResidualConfig, branches: int) -> ResidualConfig:
 def places(branches: int, config: ResidualConfig) -> list[Place]:
     """Split `branches` branches into blocks of S; the last is shorter if S does not divide them."""
     if branches < 1:
-        raise ConfigError("there are no branches: give at least one")
+        raise ConfigError("branches is empty: pass at least one")
     if config.branches_per_block is not None and config.branches_per_block > branches:
         raise ConfigError(
-            f"residual.branches_per_block={config.branches_per_block} is more than the {branches} branches there are: "
+            f"residual.branches_per_block={config.branches_per_block} exceeds the network's {branches} branches: "
             f"use at most {branches}"
         )
     size = min(branches_per_block(config), branches)
-    shared = resolve(config).get("share_parameters")  # two sets: branches alternate, so each serves one kind
+    shared = resolve(config).get("share_parameters")  # two sets: the two kinds of branches alternate
     lengths = [min(size, branches - start) for start in range(0, branches, size)]
     return [Place(b + 1, tuple(i % 2 if shared else i for i in range(n))) for b, n in enumerate(lengths)]
 
@@ -136,6 +136,7 @@ def build(dim: int, branches: int, config: ResidualConfig, eps: float = 1e-6) ->
     try:
         pathways = [row.pathway(dim, place, eps=eps, **options) for place in blocks]
     except ValueError as error:
-        cut = f"{branches} branches in {len(blocks)} blocks by residual.branches_per_block={branches_per_block(config)}"
-        raise ConfigError(f"residual.method={config.method} ({cut}): {error}") from None
+        size = branches_per_block(config)
+        split = f"{branches} branches in {len(blocks)} blocks by residual.branches_per_block={size}"
+        raise ConfigError(f"residual.method={config.method} ({split}): {error}") from None
     return Residual(streams, blocks, pathways, row.readout(dim, eps=eps))

@@ -1,4 +1,7 @@
-"""Depth retrieval in two phases, shared by AttnRes and DAR: the history once per block, then the live state."""
+"""Depth retrieval, shared by AttnRes and DAR, in two phases: the history once per block, then the live state.
+
+Phase 1 is `open`; phase 2 is `read` of a subclass by `ops.read` or `ops.gated_read` (`ops/reference.py:merge`).
+"""
 # B batch  T tokens  D width  J stored streams  O output streams  R history  U query sets
 
 from dataclasses import dataclass
@@ -16,24 +19,24 @@ from dualres.residual.pathway import History, Options, Pathway, Place
 
 @dataclass(frozen=True)
 class RetrievalOptions(Options):
-    """What all methods with depth retrieval have."""
+    """Options of all methods with depth retrieval."""
 
     share_parameters: bool = True
     """branches of one kind in a block (attention, feed-forward) share one set of parameters; false: each has its own"""
 
 
 class RetrievalState(NamedTuple):
-    """What the history alone gives every query set, and the live state that the block builds."""
+    """The retrieval from the history for each query set, and the block's live state."""
 
     prefixes: tuple[Prefix, ...]  # one per query set
     live: Live | None  # J streams; None before the first write
 
 
 class Queries(nn.Module):
-    """The learned queries of a block, one per parameter set and output stream; zero at the start: uniform weights.
+    """The learned queries of a block, one per parameter set and output stream; initialized to zero: uniform weights.
 
-    A set whose only candidate is H_0 has no query to learn, its softmax has one term. Only the first set of a network
-    can be such a set; its place is filled with zeros.
+    A set whose only candidate is H_0 has no query to learn: its softmax has one term. This can only be the first set
+    of a network; zeros take its place.
     """
 
     def __init__(self, dim: int, sets: int, learned: int, route: Route):
@@ -42,7 +45,7 @@ class Queries(nn.Module):
         self.weight = nn.Parameter(torch.zeros(learned, len(route.key), dim))
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Zero, so that every candidate weighs the same."""
+        """Zero, so that all candidates have equal weight."""
         nn.init.zeros_(self.weight)
 
     def forward(self) -> Tensor:
@@ -63,10 +66,10 @@ class Retrieving(Pathway):
 
     def open(self, history: History) -> RetrievalState:
         """Phase 1: read every history state once, for all queries of the block."""
-        if self.queries is None:  # a block of one branch that sees H_0 alone
+        if self.queries is None:  # a block of one branch that sees only H_0
             only = torch.stack([history[0][v] for v in self.route.value])
-            nothing = to_accumulation_dtype(only.new_zeros(only.shape[:-1]))
-            return RetrievalState((Prefix(only, nothing),), live=None)
+            zeros = to_accumulation_dtype(only.new_zeros(only.shape[:-1]))
+            return RetrievalState((Prefix(only, zeros),), live=None)
         return RetrievalState(ops.prefix(history, self.queries(), route=self.route, eps=self.eps), live=None)
 
     def query(self, i: int) -> Tensor | None:
@@ -78,7 +81,7 @@ class Retrieving(Pathway):
         return self.history + (i > 0)
 
     def close(self, state: RetrievalState) -> Tensor:
-        """H_b is what the live streams have become."""
+        """H_b: the live streams, materialized."""
         assert state.live is not None
         return ops.write(state.live)
 
@@ -87,7 +90,7 @@ class Retrieving(Pathway):
         return None if state.live is None else ops.write(state.live)
 
     def with_streams(self, state: RetrievalState, live: Tensor) -> RetrievalState:
-        """The same state with other live streams (J,B,T,D)."""
+        """The same state with its live streams replaced (J,B,T,D)."""
         return state._replace(live=of_streams(live))
 
     def depth_weights(self, history: History, state: RetrievalState, i: int) -> Tensor:
@@ -109,11 +112,11 @@ class Retrieval(nn.Module):
 
     def forward(self, *history: Tensor) -> Tensor:
         """R × (J,B,T,D) -> (B,T,D)"""
-        (found,) = ops.prefix(history, self.queries(), route=self.route, eps=self.eps)
-        return found.retrieved.sum(0)
+        (prefix,) = ops.prefix(history, self.queries(), route=self.route, eps=self.eps)
+        return prefix.retrieved.sum(0)
 
     def start_divisor(self, streams: int, states: int) -> float:
-        """The number of candidates; every output stream is their mean, and they are added."""
+        """The number of candidates over that of output streams: each is the candidates' mean, and they are summed."""
         return states / len(self.route.value)
 
     def stream_count(self, stored: int) -> int:

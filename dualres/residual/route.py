@@ -1,6 +1,6 @@
-"""Routes: for each output stream, which stored stream gives the keys and which gives the values.
+"""Routes: for each output stream, which stored stream provides the keys and which the values.
 
-The paper's retrieval rules (k_r^j, v_r^j) differ in nothing else, so they are data and not classes.
+The paper's retrieval rules (k_r^j, v_r^j) differ in nothing else, so they are data rather than classes.
 """
 
 from dualres.ops import Route

@@ -22,7 +22,7 @@ class Standard(Pathway):
         super().__init__()
 
     def open(self, history: History) -> StandardState:
-        """The block goes on from the state of the one before."""
+        """The block continues from the previous block's state."""
         return StandardState(history[-1])
 
     def read(self, state: StandardState, i: int, norm: Norm | None = None) -> tuple[Tensor, StandardState]:
@@ -30,7 +30,7 @@ class Standard(Pathway):
         return ops.rms_norm(state.live, norm), state
 
     def start_divisor(self, i: int) -> float:
-        """It is the standard residual's state."""
+        """h_l is the standard residual's state itself."""
         return 1.0
 
     def write(self, state: StandardState, i: int, update: Tensor) -> StandardState:

@@ -1,7 +1,7 @@
 """Checkpoints: atomic, verified before they are loaded, and written while training continues.
 
 checkpoints/step-000000100/
-  weights/        safetensors, one or more files per rank; tensors are named `model.…`
+  weights/        safetensors, one or more files per rank; tensor names start with `model.`
   optimizer/      the same for AdamW's state
   state.json      step, position in the data, random state, best validation loss
   manifest.json   size and checksum of every other file; written last, before the folder is renamed into place
@@ -40,7 +40,7 @@ class Checkpoints:
         self.folder, self.world, self.keep, self.say = folder, world, keep, say
         self.saving: threading.Thread | None = None
         self.failure: str | None = None  # of the latest save
-        self.desynchronized = False  # whether it failed in a collective, after which the ranks cannot save any more
+        self.desynchronized = False  # whether it failed in a collective, after which the ranks can no longer save
 
     def save(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
         """Copy the tensors now and write them in the background. The checkpoint of `state["best_step"]` is kept."""
@@ -53,7 +53,7 @@ class Checkpoints:
         self.saving.start()
 
     def wait(self) -> None:
-        """Wait for the latest save; `failure` tells whether it succeeded."""
+        """Wait for the latest save; `failure` is None if it succeeded."""
         if self.saving is not None:
             self.saving.join()
             self.saving = None
@@ -69,19 +69,19 @@ class Checkpoints:
                 shutil.rmtree(leftover, ignore_errors=True)
         while (newest := world.broadcast(self.last())) is not None:
             shares = world.gather_or_raise(functools.partial(damage, newest, world.rank, world.size))
-            wrong = [fault for share in shares for fault in share]
-            if not wrong:
+            faults = [fault for share in shares for fault in share]
+            if not faults:
                 load(newest, tensors, distributed=world.size > 1)
                 return json.loads((newest / STATE).read_text(encoding="utf-8"))
             if world.is_main:
-                aside = newest.with_name(newest.name + DAMAGED)
-                shutil.rmtree(aside, ignore_errors=True)
-                newest.rename(aside)
-            self.say(f"checkpoint {newest} is damaged: {wrong[0]}; renamed to *{DAMAGED}, using the previous one")
+                renamed = newest.with_name(newest.name + DAMAGED)
+                shutil.rmtree(renamed, ignore_errors=True)
+                newest.rename(renamed)
+            self.say(f"checkpoint {newest} is damaged: {faults[0]}; renamed to *{DAMAGED}, using the previous one")
         return None
 
     def last(self) -> Path | None:
-        return next(reversed(found(self.folder)), None)
+        return next(reversed(complete_checkpoints(self.folder)), None)
 
     def _write(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
         target = self.folder / step_name(step)
@@ -111,6 +111,7 @@ class Checkpoints:
             world.busy.clear()
 
     def _begin(self, partial: Path) -> None:
+        # Not `atomic_files.new_folder`: all ranks write the folder, and flush and checksum their files.
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
 
@@ -125,12 +126,12 @@ class Checkpoints:
         flush_folder(self.folder)
 
     def _remove_old(self, state: dict[str, Any]) -> None:
-        """Keep the newest, and the best."""
-        for old in found(self.folder)[: -self.keep]:
+        """Keep the newest checkpoints and the best one."""
+        for old in complete_checkpoints(self.folder)[: -self.keep]:
             if old.name == step_name(state["best_step"]):
                 continue
             try:
-                shutil.rmtree(old.rename(partial_of(old)))  # half removed, it must not pass for a checkpoint
+                shutil.rmtree(old.rename(partial_of(old)))  # a partly removed folder must not look like a checkpoint
             except OSError as error:
                 self.say(f"cannot remove the old checkpoint {old} ({error}): remove {partial_of(old)} by hand")
 
@@ -139,21 +140,21 @@ def step_name(step: int) -> str:
     return f"step-{step:09d}"
 
 
-def found(folder: Path) -> list[Path]:
+def complete_checkpoints(folder: Path) -> list[Path]:
     """The complete checkpoints, oldest first."""
     return sorted(path for path in folder.glob("step-*") if path.suffix == "" and path.is_dir())
 
 
 def _parts(tensors: dict[str, Tensor]) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """The tensors of each folder of a checkpoint."""
-    for part, begin in PARTS.items():
-        chosen = {name: tensor for name, tensor in tensors.items() if name.startswith(begin)}
-        if chosen:  # there may be no optimizer
+    for part, prefix in PARTS.items():
+        chosen = {name: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+        if chosen:  # there may be no optimizer state
             yield part, chosen
 
 
 def load(checkpoint: Path, tensors: dict[str, Tensor], distributed: bool = False) -> None:
-    """Fill `tensors` from those parts of a checkpoint that have them, whatever number of ranks wrote it."""
+    """Fill `tensors` from the parts of a checkpoint, written by any number of ranks."""
     for part, chosen in _parts(tensors):
         if not (checkpoint / part).is_dir():
             raise TrainError(
@@ -165,10 +166,10 @@ def load(checkpoint: Path, tensors: dict[str, Tensor], distributed: bool = False
 
 
 def load_initial_weights(folder: Path, tensors: dict[str, Tensor], distributed: bool = False) -> None:
-    """Fill the weights among `tensors` from an exported model, and leave the optimizer's state as it is."""
-    begin = PARTS["weights"]
-    chosen = {f"decoder.{name.removeprefix(begin)}": t for name, t in tensors.items() if name.startswith(begin)}
-    remedy = "Leave model.… and residual.… as in the folder's config"
+    """Fill the weights among `tensors` from an exported model; leave the optimizer's state unchanged."""
+    prefix = PARTS["weights"]
+    chosen = {f"decoder.{name.removeprefix(prefix)}": t for name, t in tensors.items() if name.startswith(prefix)}
+    remedy = "Use the model.… and residual.… of the folder's config"
     _load(folder, chosen, distributed, f"the weights of {folder} do not fit this model", remedy)
 
 
@@ -182,9 +183,9 @@ def _load(folder: Path, tensors: dict[str, Tensor], distributed: bool, failure: 
 
 
 def damage(checkpoint: Path, rank: int = 0, ranks: int = 1) -> list[str]:
-    """What is wrong with a checkpoint: files that are missing, differ in size or content, or are not in the manifest.
+    """The faults of a checkpoint: files that are missing, differ in size or content, or are not in the manifest.
 
-    Each of several ranks reads some of the files.
+    Each of `ranks` ranks checks some of the files.
     """
     try:
         manifest = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))["files"]
@@ -192,19 +193,19 @@ def damage(checkpoint: Path, rank: int = 0, ranks: int = 1) -> list[str]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return [f"{checkpoint / MANIFEST} cannot be read ({error})"]
     # PyTorch reads every safetensors file in the folder.
-    there = {path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*.safetensors")}
-    wrong = [f"{checkpoint / name} is not in the manifest" for name in sorted(there - manifest.keys())]
+    weight_files = {path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*.safetensors")}
+    faults = [f"{checkpoint / name} is not in the manifest" for name in sorted(weight_files - manifest.keys())]
     if STATE not in manifest:
-        wrong.append(f"{checkpoint / MANIFEST} does not list {STATE}")
+        faults.append(f"{checkpoint / MANIFEST} does not list {STATE}")
     for name, size, checksum in listed[rank::ranks]:
         path = checkpoint / name
         if not path.is_file():
-            wrong.append(f"{path} is missing")
+            faults.append(f"{path} is missing")
         elif path.stat().st_size != size:
-            wrong.append(f"{path} has {path.stat().st_size:,} bytes, not {size:,}")
+            faults.append(f"{path} has {path.stat().st_size:,} bytes, not {size:,}")
         elif _sum(path) != checksum:
-            wrong.append(f"the checksum of {path} has changed")
-    return wrong
+            faults.append(f"the checksum of {path} has changed")
+    return faults
 
 
 def _sums(folder: Path, world: World) -> dict[str, list[Any]]:

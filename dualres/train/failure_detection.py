@@ -2,10 +2,10 @@
 
 A rank that fails records it in `torchrun`'s store. A thread of every other rank polls the store and responds; ranks
 that do not respond in time are unresponsive, and all survivors report the same ones. If all respond, the failed rank
-may still be waiting for a checkpoint that all ranks are saving: then the others have time until it has exited.
+may still be waiting for a checkpoint that all ranks are saving: then the others wait until it has exited.
 
 `torchrun` also sends SIGTERM to the survivors. A main thread may be stuck in a collective with the dead rank and never
-notice: then the responder threads, which see the signal, hold a roll call. If all respond, it is a request to stop.
+notice: then the responder threads, which see the signal, hold a roll call. If all respond, it was a request to stop.
 """
 
 import contextlib
@@ -34,16 +34,16 @@ FAILED, UNRESPONSIVE = "the first rank that failed, and why", "the ranks that di
 CALLED, RESPONSES, DECIDING = "a rank was terminated", "number of responses", "number of ranks that decide"
 LEAVING = "number of ranks that exit after a failure"
 # Seconds between polls; for all to respond after a failure; to exit once the unresponsive ranks are known; and for
-# exiting ranks to wait for each other.
-# In total less than the 30 seconds that torchrun gives the others after the first process has exited.
-LOOK, ANSWER, STOP, LEAVE = 2.0, 15.0, 5.0, 5.0
-TRIES = 5  # with a store that does not reply
+# exiting ranks to wait for each other. The total is below the 30 seconds that torchrun gives the others after the first
+# process has exited.
+POLL_INTERVAL, RESPONSE_TIME, STOP_TIME, EXIT_TIME = 2.0, 15.0, 5.0, 5.0
+TRIES = 5  # attempts with a store that does not reply
 NEVER = threading.Event()
 
 
 @contextlib.contextmanager
 def report_failed_ranks(world: "World") -> Iterator[None]:
-    """Turn a failed collective into an error that names the unresponsive ranks; if all respond, it is reraised."""
+    """Turn a failed collective into an error that names the unresponsive ranks; if all respond, reraise it."""
     if world.size == 1:
         yield
         return
@@ -53,7 +53,7 @@ def report_failed_ranks(world: "World") -> Iterator[None]:
     except Exception as error:
         first = record_failure(store, world, error)
         if isinstance(error, TrainError) or not isinstance(error, RuntimeError):
-            raise  # no failed collective: all ranks raise it, or the others read `first`
+            raise  # not a failed collective: all ranks raise it, or the others read `first`
         _ignore_sigterm()
         silent = unresponsive_ranks(store, world)
         if not silent and first.startswith(f"rank {world.rank} "):
@@ -62,7 +62,7 @@ def report_failed_ranks(world: "World") -> Iterator[None]:
 
 
 def record_failure(store: Any, world: "World", error: Exception) -> str:
-    """Record why this rank fails, unless another was first. -> the first that failed, and why"""
+    """Record why this rank fails, unless another failed first. -> the first failed rank and its reason"""
     own = f"rank {world.rank} of {world.size} has failed ({_reason(error)})"
     with contextlib.suppress(RuntimeError):  # the store may be gone
         _respond(store, world)
@@ -71,9 +71,9 @@ def record_failure(store: Any, world: "World", error: Exception) -> str:
 
 
 def unresponsive_ranks(store: Any, world: "World", ended: threading.Event = NEVER) -> list[int]:
-    """The ranks that did not respond in time after the first failure; [] if this rank has `ended` before."""
-    with contextlib.suppress(RuntimeError):  # without a store nobody can be asked
-        _wait(lambda: store.check([UNRESPONSIVE]) or _all_responded(store, world), ANSWER, world, ended)
+    """The ranks that did not respond in time after the first failure; [] if this rank has `ended` by then."""
+    with contextlib.suppress(RuntimeError):  # without a store no rank can respond
+        _wait(lambda: store.check([UNRESPONSIVE]) or _all_responded(store, world), RESPONSE_TIME, world, ended)
         return [] if ended.is_set() else _decide(store, store, world)
     return []
 
@@ -81,7 +81,7 @@ def unresponsive_ranks(store: Any, world: "World", ended: threading.Event = NEVE
 def _decide(store: Any, responses: Any, world: "World") -> list[int]:
     """The ranks without a response: the first rank to decide does so for all."""
     if store.add(DECIDING, 1) > 1:
-        _wait(lambda: store.check([UNRESPONSIVE]), STOP, world)  # the first to decide may itself be dead
+        _wait(lambda: store.check([UNRESPONSIVE]), STOP_TIME, world)  # the first to decide may itself be dead
     if not store.check([UNRESPONSIVE]):
         silent = [] if _all_responded(responses, world) else _silent(responses, range(world.size))
         store.compare_set(UNRESPONSIVE, "", json.dumps(silent))
@@ -89,7 +89,7 @@ def _decide(store: Any, responses: Any, world: "World") -> list[int]:
 
 
 def _silent(responses: Any, ranks: range) -> list[int]:
-    """Those of `ranks` without a response, by bisection."""
+    """The ranks among `ranks` without a response, by bisection."""
     if responses.check([_response_key(rank) for rank in ranks]):
         return []
     if len(ranks) == 1:
@@ -100,8 +100,8 @@ def _silent(responses: Any, ranks: range) -> list[int]:
 
 @contextlib.contextmanager
 def catch_sigterm() -> Iterator[Callable[[], bool]]:
-    """SIGTERM does not end this process. -> whether it has arrived; every thread may ask, even if the main one hangs"""
-    came, (reader, writer) = threading.Event(), socket.socketpair()
+    """Keep SIGTERM from ending this process. -> whether it has arrived, for any thread, even if the main one hangs"""
+    received, (reader, writer) = threading.Event(), socket.socketpair()
     for end in (reader, writer):
         end.setblocking(False)
 
@@ -109,8 +109,8 @@ def catch_sigterm() -> Iterator[Callable[[], bool]]:
         with contextlib.suppress(OSError):  # nothing to read, or closed
             while signals := reader.recv(64):
                 if signal.SIGTERM in signals:
-                    came.set()
-        return came.is_set()
+                    received.set()
+        return received.is_set()
 
     descriptor = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     handler = signal.signal(signal.SIGTERM, lambda *_: None)
@@ -128,14 +128,14 @@ def failure_responder(world: "World") -> Iterator[None]:
     """A thread that responds for this rank when another fails, even while the main thread waits for that rank."""
     store: Any = dist.distributed_c10d._get_default_store()
     ended = threading.Event()
-    given = store.clone(), world, ended
-    thread = threading.Thread(target=respond_to_failures, args=given, name="failure responder", daemon=True)
+    args = store.clone(), world, ended
+    thread = threading.Thread(target=respond_to_failures, args=args, name="failure responder", daemon=True)
     thread.start()
     try:
         yield
     finally:
         ended.set()
-        thread.join(2 * LOOK)  # a dead store may hold it longer; as a daemon it does not hold the process
+        thread.join(2 * POLL_INTERVAL)  # a dead store may hold it longer; as a daemon it does not hold the process
         with contextlib.suppress(RuntimeError):
             if store.check([FAILED]):
                 exit_together(store, world)
@@ -143,7 +143,7 @@ def failure_responder(world: "World") -> Iterator[None]:
 
 def exit_together(store: Any, world: "World") -> None:
     """Ignore SIGTERM and wait until all others do: when the first process exits, torchrun terminates the survivors,
-    and each must print its reason first. Dead ranks, and ranks that are stuck, are not waited for long.
+    and each must print its reason first. It does not wait long for dead or stuck ranks.
     """
 
     def all_leave() -> bool:
@@ -152,19 +152,19 @@ def exit_together(store: Any, world: "World") -> None:
 
     _ignore_sigterm()
     store.add(LEAVING, 1)
-    _wait(all_leave, LEAVE, world)
+    _wait(all_leave, EXIT_TIME, world)
 
 
 def respond_to_failures(store: Any, world: "World", ended: threading.Event) -> None:
     for _ in range(TRIES):
         with contextlib.suppress(RuntimeError):
             return _watch(store, world, ended)
-        if ended.wait(LOOK):
+        if ended.wait(POLL_INTERVAL):
             return
 
 
 def _watch(store: Any, world: "World", ended: threading.Event) -> None:
-    """Respond to failures. Ranks may wait for each other forever, one of them in its saving thread: then this exits."""
+    """Respond to failures, and exit if ranks would wait for each other forever, one of them in its saving thread."""
     roll, called = PrefixStore("roll", store), math.inf  # responses to a roll call, and when it was seen
     while not store.check([FAILED]):
         if world.terminated():
@@ -173,26 +173,26 @@ def _watch(store: Any, world: "World", ended: threading.Event) -> None:
             _respond(roll, world)
             called = time.monotonic()
         # All ranks save together, and one that writes a large file may respond only afterwards.
-        late = time.monotonic() - called > ANSWER and not world.busy.is_set()
+        late = time.monotonic() - called > RESPONSE_TIME and not world.busy.is_set()
         if late and not _all_responded(roll, world) and _decide(store, roll, world):
             record_failure(store, world, RuntimeError("it was terminated, and not all ranks responded"))
-        elif ended.wait(LOOK):
+        elif ended.wait(POLL_INTERVAL):
             return
     _respond(store, world)
     silent = unresponsive_ranks(store, world, ended)
     while not silent and store.add(LEAVING, 0) == 0:
-        if ended.wait(LOOK):
+        if ended.wait(POLL_INTERVAL):
             return
-    if not ended.wait(STOP if silent else ANSWER):
+    if not ended.wait(STOP_TIME if silent else RESPONSE_TIME):
         first = store.get(FAILED).decode()
-        say_as(world.rank, _stops(world, first, silent, "it still waits"))
-        if not silent:  # this may be the rank that the others have waited for: show where it hangs
+        say_as(world.rank, _stops(world, first, silent, "it is still waiting"))
+        if not silent:  # this may be the rank that the others wait for: show where it hangs
             faulthandler.dump_traceback(file=2)
         os._exit(1)
 
 
 def _ignore_sigterm() -> None:
-    """torchrun sends SIGTERM to all survivors of a failure; they exit by themselves and print why first."""
+    """torchrun sends SIGTERM to all survivors of a failure; they exit on their own and print why first."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
@@ -210,10 +210,10 @@ def _all_responded(store: Any, world: "World") -> bool:
     return store.add(RESPONSES, 0) >= world.size
 
 
-def _wait(happened: Callable[[], bool], seconds: float, world: "World", ended: threading.Event = NEVER) -> None:
-    """Poll, at most so long or until `ended`; all ranks together send one store at most 10,000 requests a second."""
+def _wait(condition: Callable[[], bool], seconds: float, world: "World", ended: threading.Event = NEVER) -> None:
+    """Poll for up to `seconds` or until `ended`; all ranks together send the store at most 10,000 requests a second."""
     end, pause = time.monotonic() + seconds, max(0.05, 4 * world.size / 10_000)  # two requests each, from two threads
-    while time.monotonic() < end and not happened() and not ended.wait(pause):
+    while time.monotonic() < end and not condition() and not ended.wait(pause):
         pass
 
 
@@ -227,7 +227,7 @@ def _stops(world: "World", first: str, silent: Collection[int], reason: str) -> 
 
 
 def named_ranks(ranks: Collection[int]) -> str:
-    """Such as `rank 3`, or `ranks 1, 3`."""
+    """A list of ranks such as `rank 3`, or `ranks 1, 3`."""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))}"
 
 

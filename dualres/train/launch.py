@@ -3,7 +3,7 @@
 import shlex
 from collections.abc import Mapping, Sequence
 
-NODE_SIZE = 8  # GPUs of a machine
+NODE_SIZE = 8  # GPUs per machine
 
 
 def launch_command(
@@ -16,12 +16,12 @@ def launch_command(
     node_size: int = NODE_SIZE,
     separator: str = " ",
 ) -> str:
-    """`dualres train`, by `torchrun` for several processes. `options` that are None are left out."""
+    """The `dualres train` command, with `torchrun` for several processes. `options` that are None are omitted."""
     words = ["dualres", "train", scale, residual]
     for name, value in (options or {}).items():
         words += [f"--{name}", str(value)] if value is not None else []
     if processes > 1:
         nodes = processes // node_size if processes % node_size == 0 else 1
-        several = ["--nnodes", str(nodes), "--rdzv-backend", "c10d", "--rdzv-endpoint", "HOST:29500"]
-        words = ["torchrun", *(several if nodes > 1 else []), "--nproc-per-node", str(processes // nodes), "-m", *words]
+        cluster = ["--nnodes", str(nodes), "--rdzv-backend", "c10d", "--rdzv-endpoint", "HOST:29500"]
+        words = ["torchrun", *(cluster if nodes > 1 else []), "--nproc-per-node", str(processes // nodes), "-m", *words]
     return separator.join([shlex.join(words), *(shlex.join(["--set", override]) for override in overrides)])

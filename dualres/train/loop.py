@@ -1,8 +1,8 @@
 """The training loop, for every model, residual method and engine.
 
-Step s (1, 2, …) takes sequences (s−1)·G … s·G−1 of the loader, with G the global batch. They are cut into
+Step s (1, 2, …) takes sequences (s−1)·G … s·G−1 of the loader, with G the global batch. They are split into
 micro-batches; of W data-parallel ranks, rank r takes micro-batches r, r+W, … So the data of a step do not depend on
-method, engine or number of ranks. If W does not divide their number, it is padded with zero-weight micro-batches.
+method, engine or number of ranks. If W does not divide their number, zero-weight micro-batches are added.
 """
 
 import math
@@ -34,7 +34,7 @@ from dualres.util.atomic_files import write_json
 from dualres.util.errors import TrainError
 from dualres.util.progress import Progress
 
-VERIFIED = "verified.json"  # the data files whose checksums were compared, so that a resumed run can skip them
+VERIFIED = "verified.json"  # the verified data files, which a resumed run can skip
 
 
 class TrainResult(NamedTuple):
@@ -54,11 +54,11 @@ def train(
 ) -> TrainResult:
     """Train `config` on the prepared folder `data` into `folder`, or resume the run in it.
 
-    `start`: an exported model whose weights a new run starts from.
+    `start`: an exported model that provides the initial weights of a new run.
     """
     check_batch(config, world.size)
-    with ExitStack() as held:
-        world.on_main(lambda: held.enter_context(run_folder.lock_run(folder)))
+    with ExitStack() as resources:
+        world.on_main(lambda: resources.enter_context(run_folder.lock_run(folder)))
         index = world.gather_or_raise(lambda: shards.read_index(data))[world.rank]
         check_vocabulary(config, data, index)
         world.on_main(lambda: run_folder.open_run(folder, config, data, index, start))
@@ -67,7 +67,7 @@ def train(
 
 
 class Training:
-    """The run as one of its processes sees it."""
+    """A run, in one of its processes."""
 
     def __init__(self, config: Config, data: Path, folder: Path, index: Index, world: World, progress: Progress):
         self.config, self.folder, self.world, self.progress = config, folder, world, progress
@@ -89,12 +89,12 @@ class Training:
         self.world.on_main(lambda: self._open_log(wandb))
         if any(self.world.gather_or_raise(self.world.terminated)):
             raise TrainError("terminated before the first step: run the same command to start again")
-        with stop_signals(self.world) as asked:
+        with stop_signals(self.world) as stop_requested:
             try:
                 with report_failed_ranks(self.world):  # before waiting for a save that may wait for a dead rank
                     stopped = False
                     while self.step < self.steps and not stopped:
-                        stopped = self._one_step(asked)
+                        stopped = self._one_step(stop_requested)
                     return self._end()
             finally:
                 self.checkpoints.wait()
@@ -105,14 +105,14 @@ class Training:
     def _open_log(self, wandb: str | None) -> None:
         self.log = Log(self.folder, self.step, self.progress.say, wandb)
 
-    def _one_step(self, asked: Callable[[], bool]) -> bool:
-        """-> whether to stop"""
+    def _one_step(self, stop_requested: Callable[[], bool]) -> bool:
+        """Take one training step. -> whether to stop"""
         train, step = self.config.train, self.step + 1
         rate = learning_rate(self.step, self.steps, train)
         self.throughput.start()
         own = self.engine.accumulate(self._micro_batches())
         # One all-reduce for the losses and for requests to stop, which may have reached only some ranks.
-        language, router, stop = self.engine.sum_over_ranks([own.language, own.router, float(asked())])
+        language, router, stop = self.engine.sum_over_ranks([own.language, own.router, float(stop_requested())])
         losses = Losses(language / self.world.size, router / self.world.size)
         self._check_finite("loss", losses.language, step)
         norm = self.engine.update(rate, train.clip)
@@ -162,13 +162,13 @@ class Training:
         """Stream statistics on the first validation sequences. All ranks run the same, since the model is sharded."""
         sequences = self.validation_loader.batch(0, self.config.train.micro_batch)
         losses: list[float] = []
-        found = health(self.engine.decoder.stack, lambda: losses.append(self.engine.evaluate(sequences)))
+        statistics = health(self.engine.decoder.stack, lambda: losses.append(self.engine.evaluate(sequences)))
         self._check_finite("loss on validation sequences", losses[0], self.step)
         if self.log is not None:
-            self.log.metric(self.step, **found)
+            self.log.metric(self.step, **statistics)
 
     def _validate(self) -> bool:
-        """-> whether the validation loss is the best so far"""
+        """Update the validation loss. -> whether it is the best so far"""
         self.validation_loss = loss = self._mean_validation_loss()
         self._check_finite("validation loss", loss, self.step)
         improved = self.best_loss is None or loss < self.best_loss
@@ -180,7 +180,7 @@ class Training:
         return improved
 
     def _mean_validation_loss(self) -> float:
-        """Over at most `validation_tokens` validation tokens, in whole windows."""
+        """The mean loss of at most `validation_tokens` validation tokens, in whole windows."""
         loader, engine, train = self.validation_loader, self.engine, self.config.train
         count = loader.windows_within(train.validation_tokens)
 
@@ -303,7 +303,7 @@ def check_vocabulary(config: Config, data: Path, index: Index) -> None:
 
 
 def _verify(config: Config, data: Path, folder: Path, index: Index, world: World, progress: Progress) -> None:
-    """Compare all checksums, each rank those of some files, unless an earlier start did."""
+    """Verify all checksums, distributed over the ranks, unless an earlier start did."""
     known = world.broadcast(shards.read_stamps(folder / VERIFIED))
     if known is None and index.tokens("train") > 10**8:
         progress.say(f"verifying all of {data} once")

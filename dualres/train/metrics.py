@@ -1,4 +1,4 @@
-"""Metrics of a run: JSON lines that repeat bit for bit, throughput, TensorBoard and Weights & Biases."""
+"""Metrics of a run: reproducible JSON lines, throughput, TensorBoard and Weights & Biases."""
 
 import contextlib
 import json
@@ -91,17 +91,17 @@ class Log:
 
 
 def truncate(path: Path, step: int) -> None:
-    """Keep the rows up to `step`, and none from the first that a crash left incomplete."""
+    """Keep the rows up to `step`, and nothing from the first row that a crash left incomplete."""
     if not path.exists():
         return
-    kept = []
+    rows = []
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
             row = _row(line)
             if row is None or row["step"] > step:
                 break
-            kept.append(line)
-    write_text(path, "".join(kept))
+            rows.append(line)
+    write_text(path, "".join(rows))
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -111,7 +111,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def _row(line: str) -> dict[str, Any] | None:
-    """None if a crash has left half a line, or zeros."""
+    """The row; None if a crash has left half a line, or zeros."""
     try:
         return json.loads(line) if line.endswith("\n") else None
     except ValueError:
@@ -143,7 +143,7 @@ class Throughput:
         self.began = time.perf_counter()
 
     def stop(self) -> None:
-        """Call it after the losses were read, when the device has finished."""
+        """Call this after the losses were read, when the device has finished."""
         self.seconds.append(time.perf_counter() - self.began)
 
     @property
@@ -167,7 +167,7 @@ class Throughput:
 
 
 def measured_flops(device: torch.device, precision: str) -> float:
-    """Flops per second of a large matrix product on this device: an upper bound for the model."""
+    """Flops per second of a large matrix product on this device: an upper bound for a model's."""
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     width = MEASURED_WIDTH if device.type == "cpu" else 8 * MEASURED_WIDTH
     a = torch.ones(width, width, dtype=dtype, device=device)

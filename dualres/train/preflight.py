@@ -1,4 +1,4 @@
-"""Checks before a run starts, each ok, a note, or a problem with its remedy. Nothing is written."""
+"""Checks before a run starts: each is ok, a note, or a problem with its remedy. Nothing is written."""
 
 import dataclasses
 import importlib.util
@@ -26,8 +26,8 @@ from dualres.util.errors import DataError, TrainError
 from dualres.util.optional_dependencies import missing
 
 CHECKPOINT_BYTES = 12  # per parameter: the weight and two moments in float32
-SMALL = 10**9  # tokens that are read in seconds
-SPARE_CHECKPOINTS = 2  # the best one, and the one that is being written
+SMALL = 10**9  # tokens that can be read in seconds
+SPARE_CHECKPOINTS = 2  # the best one, and the one being written
 USED_BY_ENGINE = {  # fields of train.parallel
     "deepspeed": {"zero_stage"},
     "fsdp2": {"tensor", "pipeline", "virtual_stages", "expert", "context", "sequence_parallel"},
@@ -37,13 +37,13 @@ USED_BY_ENGINE = {  # fields of train.parallel
 class Check(NamedTuple):
     name: str
     state: Literal["ok", "note", "problem"]
-    says: str
+    says: str  # a key of the plan's JSON
 
 
 def check_start(
     config: Config, ranks: int, data: Path, out: Path, *, prepares_data: bool = False, wandb: bool = False
 ) -> list[Check]:
-    """All that a start would refuse, and what a user should know first.
+    """All problems that would stop a start, and what a user should know first.
 
     `prepares_data`: whether a start prepares missing data itself.
     """
@@ -59,36 +59,36 @@ def check_start(
     if here < ranks:
         instead = "it would train on the CPU" if ranks == 1 else "start it where they are"
         rows.append(Check("GPUs", "note", f"{here} in this machine, {ranks} in the plan: {instead}"))
-    index, found = _data(config, data, prepares_data)
-    rows += found
+    index, checks = _data(config, data, prepares_data)
+    rows += checks
     rows.append(_checked("run folder", lambda: _run_folder(config, data, out, index)))
     disk = _checked("disk", lambda: _disk(config, out))
     elsewhere = disk.state == "problem" and ranks > max(1, here)
     rows.append(Check("disk", "note", f"in this machine: {disk.says}") if elsewhere else disk)
-    unused = unused_mesh(config, engine_or_asked(config, ranks))
-    refused = rows[0].name == "mesh"
-    return [*rows, Check("mesh", "note", unused)] if unused and not refused else rows
+    unused = unused_mesh(config, engine_or_configured(config, ranks))
+    mesh_failed = rows[0].name == "mesh"
+    return [*rows, Check("mesh", "note", unused)] if unused and not mesh_failed else rows
 
 
 def unused_mesh(config: Config, engine: str) -> str | None:
-    """The fields of `train.parallel` that are set and that this engine does not use."""
+    """The fields of `train.parallel` that are set but not used by this engine."""
     parallel = config.train.parallel
     used = USED_BY_ENGINE.get(engine, set())
-    asked = {
+    ignored = {
         field.name: getattr(parallel, field.name)
         for field in dataclasses.fields(parallel)
         if field.name not in used and getattr(parallel, field.name) != field.default
     }
-    if not asked:
+    if not ignored:
         return None
     others = "the engine trains data-parallel, which computes the same"
-    why = "DeepSpeed's" if asked.keys() == {"zero_stage"} else others
-    said = ", ".join(f"{name}={value}" for name, value in asked.items())
-    return f"train.parallel {said}: not used by {engine}: {why}"
+    why = "DeepSpeed's" if ignored.keys() == {"zero_stage"} else others
+    settings = ", ".join(f"{name}={value}" for name, value in ignored.items())
+    return f"train.parallel {settings}: not used by {engine}: {why}"
 
 
-def engine_or_asked(config: Config, ranks: int) -> str:
-    """The engine for so many ranks; where it refuses them, the one that was asked for."""
+def engine_or_configured(config: Config, ranks: int) -> str:
+    """The engine for `ranks` ranks; if it cannot run them, the configured one."""
     try:
         return engine_name(config, ranks)
     except TrainError:
@@ -106,11 +106,11 @@ def _batch(config: Config, ranks: int) -> Check:
     check_batch(config, ranks)
     train, mesh = config.train, engine_mesh(config, ranks)
     steps = micro_batches(train.global_batch, train.micro_batch, mesh)
-    filling = steps * mesh.data - train.global_batch // train.micro_batch
-    says = f"{train.global_batch} = {mesh.data} ranks × {train.micro_batch} × {steps} micro-batches"
-    if filling:
-        return Check("batch", "note", f"{says}, padded with {filling} zero-weight micro-batches")
-    return Check("batch", "ok", says)
+    padding = steps * mesh.data - train.global_batch // train.micro_batch
+    message = f"{train.global_batch} = {mesh.data} ranks × {train.micro_batch} × {steps} micro-batches"
+    if padding:
+        return Check("batch", "note", f"{message}, padded with {padding} zero-weight micro-batches")
+    return Check("batch", "ok", message)
 
 
 def _engine(config: Config, ranks: int) -> Check:
@@ -132,8 +132,8 @@ def _data(config: Config, data: Path, prepares_data: bool) -> tuple[Index | None
     context = config.model.context
     other = other_dataset(config) if prepares_data else ""
     if prepares_data and not (data / shards.INDEX).exists():
-        says = f"{data} does not exist: the start prepares it from Python's standard library{other}"
-        return None, [Check("data", "note", says)]
+        message = f"{data} does not exist: the start prepares it from Python's standard library{other}"
+        return None, [Check("data", "note", message)]
     try:
         index = shards.read_index(data)
     except (DataError, OSError) as error:
@@ -146,19 +146,21 @@ def _data(config: Config, data: Path, prepares_data: bool) -> tuple[Index | None
     def budget() -> Check:
         windows = Loader(data, index, "train", context, config.train.seed).windows
         passes = steps_of(config.train, context) * config.train.global_batch / windows
-        says = f"{passes:.3g} passes over {index.tokens('train'):,} tokens"
-        return Check("tokens", "ok", says) if passes <= 1 else Check("tokens", "note", f"{says}: prepare more for one")
+        message = f"{passes:.3g} passes over {index.tokens('train'):,} tokens"
+        ok = Check("tokens", "ok", message)
+        return ok if passes <= 1 else Check("tokens", "note", f"{message}: prepare more for one")
 
     def held_out() -> Check:
-        there = Loader(data, index, "validation", context, None).windows * context
-        asked = max(1, config.train.validation_tokens // context) * context
-        if there >= asked:
-            return Check("validation", "ok", f"{asked:,} of {there:,} tokens")
-        return Check("validation", "note", f"{there:,} tokens, fewer than the {asked:,} of train.validation_tokens")
+        available = Loader(data, index, "validation", context, None).windows * context
+        needed = max(1, config.train.validation_tokens // context) * context
+        if available >= needed:
+            return Check("validation", "ok", f"{needed:,} of {available:,} tokens")
+        message = f"{available:,} tokens, fewer than the {needed:,} of train.validation_tokens"
+        return Check("validation", "note", message)
 
     def content() -> Check:
         if index.tokens("train") > SMALL:
-            return Check("checksums", "note", "too many tokens to read now: the start compares them")
+            return Check("checksums", "note", "too many tokens to read now: the start verifies them")
         shards.verify(data, index, max(config.model.vocab_size, index.vocab_size))  # the vocabulary has its own row
         return Check("checksums", "ok", "every shard is as it was written")
 
@@ -168,18 +170,18 @@ def _data(config: Config, data: Path, prepares_data: bool) -> tuple[Index | None
 
 
 def other_dataset(config: Config) -> str:
-    """A hint where the default data are not the recipe's dataset."""
+    """A hint if the default data are not the recipe's dataset."""
     dataset = config.train.dataset
-    return "" if dataset == "local" else f"; the recipe's dataset is {dataset}: prepare it and give --data"
+    return "" if dataset == "local" else f"; the recipe's dataset is {dataset}: prepare it and pass --data"
 
 
 def _run_folder(config: Config, data: Path, out: Path, index: Index | None) -> Check:
-    if not (_there(out).is_dir() and os.access(_there(out), os.W_OK)):
-        raise TrainError(f"{_there(out)} is not a writable folder: give another --out")
+    if not (_nearest_existing(out).is_dir() and os.access(_nearest_existing(out), os.W_OK)):
+        raise TrainError(f"{_nearest_existing(out)} is not a writable folder: use a different --out")
     if (out / LOCK).exists():
         with run_folder.lock_run(out):
-            pass  # no one trains there
-    checkpoints = checkpoint.found(out / run_folder.CHECKPOINTS)
+            pass  # no process is training in it
+    checkpoints = checkpoint.complete_checkpoints(out / run_folder.CHECKPOINTS)
     if not run_folder.has_started(out):
         return Check("run folder", "ok", f"{out} is new")
     run_folder.check_config(out, config)
@@ -194,18 +196,18 @@ def _run_folder(config: Config, data: Path, out: Path, index: Index | None) -> C
 
 
 def _disk(config: Config, out: Path) -> Check:
-    """Free space against the checkpoints that will be there together, less those that already are."""
+    """Compare the free space with the checkpoints that will exist at once, minus those that already exist."""
     count = config.train.keep_checkpoints + SPARE_CHECKPOINTS
     stored = sum(path.stat().st_size for path in (out / run_folder.CHECKPOINTS).rglob("*") if path.is_file())
     size = parameters(build_decoder(config.model, config.residual, device="meta")).total
     needed = max(0, count * CHECKPOINT_BYTES * size - stored)
-    free = shutil.disk_usage(_there(out)).free
-    says = f"{needed / 2**30:.1f} GiB for {count} checkpoints, {free / 2**30:.1f} GiB free"
+    free = shutil.disk_usage(_nearest_existing(out)).free
+    message = f"{needed / 2**30:.1f} GiB for {count} checkpoints, {free / 2**30:.1f} GiB free"
     if free < needed:
-        raise TrainError(f"{says}: free space, lower train.keep_checkpoints, or give another --out")
-    return Check("disk", "ok", says)
+        raise TrainError(f"{message}: free space, lower train.keep_checkpoints, or use a different --out")
+    return Check("disk", "ok", message)
 
 
-def _there(path: Path) -> Path:
+def _nearest_existing(path: Path) -> Path:
     """The path, or the nearest folder above it that exists."""
     return next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())

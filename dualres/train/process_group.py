@@ -33,8 +33,8 @@ class World(NamedTuple):
     size: int
     device: torch.device
     control: dist.ProcessGroup | None  # gloo, for numbers and objects; None for a single process
-    saving: dist.ProcessGroup | None  # another, for the thread that writes checkpoints
-    terminated: Callable[[], bool] = threading.Event().is_set  # by SIGTERM, which does not end one of many ranks
+    saving: dist.ProcessGroup | None  # another gloo group, for the thread that writes checkpoints
+    terminated: Callable[[], bool] = threading.Event().is_set  # by SIGTERM, which does not end a rank of several
     busy: threading.Event = threading.Event()  # set while this rank saves, when it may respond late
 
     @property
@@ -47,7 +47,7 @@ class World(NamedTuple):
         self.gather_or_raise(work if self.is_main else lambda: None)
 
     def gather_or_raise(self, work: Callable[[], T]) -> list[T]:
-        """Run `work` on every rank and return all results; an exception on one rank is raised on all, so none waits."""
+        """Run `work` on every rank and return all results; an exception on one rank is raised on all, so none hangs."""
         if self.control is None:
             return [work()]
         result: T | None = None
@@ -56,14 +56,14 @@ class World(NamedTuple):
             result = work()
         except Exception as error:
             own = error
-        answers: list[Any] = [None] * self.size
-        dist.all_gather_object(answers, (result, _picklable(own)), group=self.control)
+        results_and_errors: list[Any] = [None] * self.size
+        dist.all_gather_object(results_and_errors, (result, _picklable(own)), group=self.control)
         if own is not None:
             raise own  # with its traceback
-        for _, other in answers:
+        for _, other in results_and_errors:
             if other is not None:
                 raise other
-        return [result for result, _ in answers]
+        return [result for result, _ in results_and_errors]
 
     def broadcast(self, value: T) -> T:
         """Rank 0's value, on every rank."""
@@ -75,15 +75,15 @@ class World(NamedTuple):
 
 
 def _picklable(error: Exception | None) -> Exception | None:
-    """Some exceptions hold a file, or need more arguments than they keep."""
+    """The error, or a stand-in if it cannot be pickled: some exceptions hold a file, or lose arguments."""
     try:
-        return pickle.loads(pickle.dumps(error))  # our own, from this process
+        return pickle.loads(pickle.dumps(error))  # safe: pickled by this process
     except Exception:
         return RuntimeError(repr(error))
 
 
 def world_size() -> int:
-    """How many processes `torchrun` has started."""
+    """The number of processes that `torchrun` has started."""
     return int(os.environ.get("WORLD_SIZE", VARIABLES["WORLD_SIZE"]))
 
 
@@ -107,7 +107,7 @@ def join_world(device: str | None = None) -> Iterator[World]:
         yield World(0, 1, place, None, None)
         return
     store, *_ = next(rendezvous("env://", timeout=STARTUP_TIMEOUT))
-    # A prefix of its own: `torchrun` keeps one store over restarts, with the addresses of dead processes.
+    # A unique prefix: `torchrun` keeps one store across restarts, with the addresses of dead processes.
     store = PrefixStore(agree_on_job_id(store, rank, size), store)
     backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=STARTUP_TIMEOUT, store=store, rank=rank, world_size=size)
@@ -117,16 +117,16 @@ def join_world(device: str | None = None) -> Iterator[World]:
             world = World(rank, size, place, control, saving, terminated, threading.Event())
             with failure_responder(world), report_failed_ranks(world):
                 yield world
-                dist.barrier()  # otherwise a process may exit while another still talks to it
+                dist.barrier()  # otherwise a process may exit while another still communicates with it
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
 def keep_freed_memory() -> None:
-    """Stops glibc from returning freed memory to the OS between steps, which would zero every page again.
+    """Stop glibc from returning freed memory to the OS between steps: the OS would zero every page again.
 
-    Does nothing with other C libraries, or if the user has set `MALLOC_…` or `GLIBC_TUNABLES`.
+    Do nothing with other C libraries, or if the user has set `MALLOC_…` or `GLIBC_TUNABLES`.
     """
     if any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
         return
@@ -139,9 +139,9 @@ def keep_freed_memory() -> None:
 
 
 def agree_on_job_id(store: Any, rank: int, size: int, limit: timedelta = STARTUP_TIMEOUT) -> str:
-    """An id of this start that all its ranks know and no earlier start used. (Agents of `torchrun` count separately.)
+    """An id of this start that all its ranks share and no earlier start used. (Agents of `torchrun` count separately.)
 
-    Every rank asks with an id of its own. Rank 0 answers every id it finds, a dead rank's too, until all have replied.
+    Every rank asks with its own id. Rank 0 answers every id it finds, even a dead rank's, until all have replied.
     """
     own, minutes = uuid.uuid4().hex, limit.total_seconds() / 60
     if rank > 0:
@@ -168,7 +168,7 @@ def agree_on_job_id(store: Any, rank: int, size: int, limit: timedelta = STARTUP
 
 
 def set_timeout(world: World, seconds: float) -> None:
-    """Limit how long a rank waits for another; saving may take at least `STARTUP_TIMEOUT`, for a slow disk."""
+    """Limit how long a rank waits for another; a save may take `STARTUP_TIMEOUT` or longer, for a slow disk."""
     if dist.is_initialized():
         limit = timedelta(seconds=seconds)
         for group in dist.distributed_c10d._world.pg_map:

@@ -1,4 +1,4 @@
-"""The paper's recipe: which parameters decay, and the learning-rate schedule."""
+"""The paper's recipe: weight decay and the learning-rate schedule."""
 
 import math
 from collections.abc import Iterator
@@ -23,11 +23,11 @@ def optimizer_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
             if (id(p) in matrices) == decays:
                 mesh = p.device_mesh if isinstance(p, DTensor) else None
                 groups.setdefault((decays, mesh), []).append(p)
-    return [{"params": held, "weight_decay": weight_decay if decays else 0.0} for (decays, _), held in groups.items()]
+    return [{"params": group, "weight_decay": weight_decay if decays else 0.0} for (decays, _), group in groups.items()]
 
 
 def _matrices(model: nn.Module) -> Iterator[Tensor]:
-    """Parameters that act as matrices: by role, so that no gate is one, whatever its shape."""
+    """Parameters that act as matrices, by role rather than shape, so that gates are excluded."""
     for module in model.modules():
         if isinstance(module, nn.Linear | nn.Embedding):
             yield module.weight
@@ -36,7 +36,7 @@ def _matrices(model: nn.Module) -> Iterator[Tensor]:
 
 
 def learning_rate(step: int, steps: int, train: TrainConfig) -> float:
-    """At step 0, 1, …: linear warmup to the peak, then cosine decay to the minimum at the last step."""
+    """The learning rate at step 0, 1, …: linear warmup to the peak, then cosine decay to the minimum at the end."""
     if step < train.warmup_steps:
         return train.learning_rate * (step + 1) / train.warmup_steps
     progress = (step - train.warmup_steps) / max(1, steps - 1 - train.warmup_steps)
@@ -62,7 +62,7 @@ def adamw(model: nn.Module, train: TrainConfig) -> torch.optim.AdamW:
 
 
 def fresh_state(parameter: Tensor) -> dict[str, Tensor]:
-    """AdamW's state of a parameter before its first step."""
+    """AdamW's state for a parameter before its first step."""
     return {
         "step": torch.zeros((), device=parameter.device),
         "exp_avg": torch.zeros_like(parameter, requires_grad=False),

@@ -1,8 +1,8 @@
 """The folder of a run, which only one process group may use at a time.
 
-RUN/config.json      the experiment, the data, the version of dualres, the model that it started from
-    tokenizer.json   a copy of the data's
-    metrics.jsonl    losses, gradient norm and learning rate by step; identical on every repetition
+RUN/config.json      the experiment, the data, the version of dualres, the initial model
+    tokenizer.json   a copy of the data's tokenizer
+    metrics.jsonl    losses, gradient norm and learning rate by step; identical for every repetition
     speed.jsonl      tokens/s and utilization by step
     tensorboard/     both, for TensorBoard
     checkpoints/     see dualres.train.checkpoint
@@ -26,7 +26,7 @@ from dualres.util.errors import TrainError
 from dualres.util.version import VERSION
 
 CONFIG, SUMMARY, CHECKPOINTS = "config.json", "summary.json", "checkpoints"
-# May change when a run resumes: how the work is done, not what is computed.
+# Settings that may change when a run resumes: they affect how the work is done, not what is computed.
 MAY_CHANGE: Set[str] = {
     "train.micro_batch",
     "train.compile",
@@ -47,13 +47,13 @@ def lock_run(folder: Path) -> AbstractContextManager[None]:
 
 
 def has_started(folder: Path) -> bool:
-    """Whether a run in `folder` has taken a step: one that was refused before imposes no config on the next."""
+    """Whether a run in `folder` has taken a step: if not, the next start may use a different config."""
     metrics = folder / METRICS
     return (metrics.exists() and metrics.stat().st_size > 0) or (folder / CHECKPOINTS).exists()
 
 
 def is_run(folder: Path) -> bool:
-    """Whether `dualres train` wrote the folder: its config says so, or what a run leaves beside a damaged one."""
+    """Whether `dualres train` wrote the folder: by its config or, if that is damaged, by its other files."""
     try:
         read_description(folder)
     except (TrainError, OSError):
@@ -62,9 +62,9 @@ def is_run(folder: Path) -> bool:
 
 
 def open_run(folder: Path, config: Config, data: Path, index: Index, start: Path | None = None) -> None:
-    """Start a run in `folder`, or resume it: refused if config or data have changed.
+    """Start a run in `folder`, or resume it; raise if config or data have changed.
 
-    `start`: the exported model whose weights it starts from.
+    `start`: the exported model that provides the initial weights.
     """
     origin = {} if start is None else {"start": start.resolve().name}
     if has_started(folder):
@@ -83,23 +83,23 @@ def open_run(folder: Path, config: Config, data: Path, index: Index, start: Path
 
 
 def check_data(folder: Path, data: Path, index: Index) -> None:
-    """Refuse data whose tokens differ from those of the run in `folder`; their path may change."""
+    """Reject data whose tokens differ from those of the run in `folder`; their path may change."""
     before = read_description(folder)["data"]
     if before["content"] != index.content:
         raise TrainError(
-            f"the run in {folder} was trained on other data ({before['folder']}, now {data}): use that data, or a new "
-            "folder"
+            f"the run in {folder} was trained on different data ({before['folder']}, now {data}): use that data, or a "
+            "new folder"
         )
 
 
 def check_config(folder: Path, config: Config) -> None:
-    """Refuse a config that would compute something else than the run in `folder`."""
+    """Reject a config that would change what the run in `folder` computes."""
     # Routers balance each micro-batch, so its size affects what an MoE model learns.
     free = MAY_CHANGE if config.model.moe is None else MAY_CHANGE - {"train.micro_batch"}
     changed = _differences(_as_data(read_config(folder)), _as_data(config), free)
     if changed:
         what = ", ".join(f"{key} {was!r} → {now!r}" for key, was, now in changed)
-        raise TrainError(f"the run in {folder} has another config ({what}): use that config, or a new folder")
+        raise TrainError(f"the run in {folder} has a different config ({what}): use that config, or a new folder")
 
 
 def read_description(folder: Path) -> dict[str, Any]:
@@ -127,7 +127,7 @@ def read_summary(folder: Path) -> dict[str, Any]:
 
 
 def read_config(folder: Path) -> Config:
-    """The experiment of a run. Keys that its version of dualres did not have get their defaults."""
+    """The experiment of a run. Keys that its version of dualres did not have take their defaults."""
     try:
         return build(Config, read_description(folder)["config"], "")
     except ConfigError as error:
@@ -135,12 +135,12 @@ def read_config(folder: Path) -> Config:
 
 
 def _as_data(config: Config) -> dict[str, Any]:
-    """As it comes back from JSON."""
+    """The config as JSON returns it."""
     return json.loads(json.dumps(config.to_dict()))
 
 
 def _differences(before: Any, now: Any, free: Set[str], where: str = "") -> list[tuple[str, Any, Any]]:
-    """(key, before, now) of every value that differs and is not `free` to."""
+    """(key, before, now) of every value that differs and is not `free` to change."""
     if isinstance(before, dict) and isinstance(now, dict):
         keys = list(dict.fromkeys([*before, *now]))
         inside = (_differences(before.get(key), now.get(key), free, f"{where}.{key}".lstrip(".")) for key in keys)

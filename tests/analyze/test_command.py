@@ -14,7 +14,7 @@ from dualres.analyze import figures
 from dualres.analyze.analysis import FOLDER, read_analysis
 from dualres.cli import main
 from dualres.hub.export import export
-from dualres.train.checkpoint import found
+from dualres.train.checkpoint import complete_checkpoints
 from dualres.train.run_folder import CHECKPOINTS
 from tests.train.tiny import tiny_config, tiny_data, train_tiny
 
@@ -132,7 +132,11 @@ def test_the_data_of_a_run_are_known(here: Path, place: Path, capsys: pytest.Cap
 def test_figures_of_a_page(here: Path):
     for name in ("mhc", "moe"):
         main(["analyze", name, *FEW, "--data", "data"])
-    analyses = {name: found for name in ("mhc", "moe") if (found := read_analysis(here / name / FOLDER)) is not None}
+    analyses = {
+        name: complete_checkpoints
+        for name in ("mhc", "moe")
+        if (complete_checkpoints := read_analysis(here / name / FOLDER)) is not None
+    }
     drawn = figures.sections(analyses)
     panels = {section.name: [panel.method for panel in section.panels] for section in drawn}
     assert panels == {
@@ -206,7 +210,7 @@ def test_broken_weights_and_files(here: Path, capsys: pytest.CaptureFixture[str]
     assert main(["analyze", "exported", "--data", "data", *FEW]) == 2
     assert "not finite in sequence 1: check its weights" in capsys.readouterr().err
     assert not (here / "exported" / FOLDER).exists()
-    [*_, last] = found(here / "mhc" / CHECKPOINTS)
+    [*_, last] = complete_checkpoints(here / "mhc" / CHECKPOINTS)
     file = max((path for path in last.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
     file.write_bytes(file.read_bytes()[:-7])
     assert main(["analyze", "mhc", "--data", "data", *FEW]) == 1

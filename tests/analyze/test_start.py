@@ -49,5 +49,5 @@ def test_a_single_stream_has_nothing_to_compare(name: str):
     found = analyze(decoder, random_tokens(2, 19), PROTOCOL, {})
     assert not {"cka", "rescue", "write_gates", "divergence"} & found.arrays.keys()
     assert found.about["streams"] == 1
-    assert ("retrieval" in found.arrays) == (name != "standard")  # by the lens, not by class
+    assert ("retrieval" in found.arrays) == (name != "standard")  # by the inspection method, not by class
     assert len(found.arrays["stream_rms"]) == 5

@@ -125,11 +125,11 @@ IMPOSSIBLE = [
     ("residual.method=dar", ["residual.method='dar'", "dar-block"]),
     (
         "residual.branches_per_block=1",
-        ["branches_per_block=1", "16 branches", "collinear", "2 or more"],
+        ["branches_per_block=1", "16 branches", "collinear", "branches_per_block ≥ 2"],
     ),
     ("residual.branches_per_block=2.5", ["branches_per_block=2.5", "a whole number"]),
     ("residual.branches_per_block=0", ["branches_per_block=0", "1 or more"]),
-    ("residual.branches_per_block=5", ["branches_per_block=5", "last block", "collinear"]),
+    ("residual.branches_per_block=5", ["branches_per_block=5", "including the last", "collinear"]),
     ("residual.branches_per_block=18", ["branches_per_block=18", "16 branches", "at most 16"]),
     ("residual.share_parameters=layer", ["residual.share_parameters='layer'", "true or false"]),
     (

@@ -82,7 +82,7 @@ def test_a_full_disk_is_named(limit: int, name: str, source: Path, tmp_path: Pat
 
 def test_a_folder_of_something_else_is_refused(tmp_path: Path, folder: Path):
     (tmp_path / "thesis.partial").touch()
-    with pytest.raises(DataError, match=f"{tmp_path} is not empty, and not from"):
+    with pytest.raises(DataError, match=f"{tmp_path} is not empty and was not created by"):
         prepare(settings(folder), tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.partial"]
 

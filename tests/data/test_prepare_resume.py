@@ -113,7 +113,7 @@ def test_other_settings_are_refused(interrupted: Path, changes: dict[str, Any], 
         before = files(out)
         with pytest.raises(DataError) as raised:
             prepare(settings(interrupted / "source", **changes), out)
-        assert str(raised.value).startswith(f"{out} was prepared with other settings ({says}")
+        assert str(raised.value).startswith(f"{out} was prepared with different settings ({says}")
         assert files(out) == before
         prepare(settings(interrupted / "source"), out)
 

@@ -10,7 +10,7 @@ import pyarrow.parquet
 import pytest
 
 from dualres.data import source
-from dualres.data.source import DOCUMENT_CHARACTERS, LONGEST, open_source
+from dualres.data.source import DOCUMENT_CHARACTERS, MAX_CHARACTERS, open_source
 from dualres.util.errors import DataError
 from tests.data.corpus import (
     ALL_ODD,
@@ -63,7 +63,7 @@ def test_text_is_cut_at_blank_lines(tmp_path: Path):
 def test_text_without_blank_lines_is_cut_too(tmp_path: Path, text: str):
     found = documents(write(tmp_path / "a.txt", [text]))
     assert "".join(found) == text
-    assert max(map(len, found)) < 2 * LONGEST
+    assert max(map(len, found)) < 2 * MAX_CHARACTERS
 
 
 def test_another_field(tmp_path: Path):

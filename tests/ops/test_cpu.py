@@ -43,7 +43,7 @@ def either_kind(request: Any, monkeypatch: Any, three_threads: Any) -> None:
 @pytest.mark.parametrize("tokens", [0, 1, 47, 48, 49, 1000])
 def test_every_token_is_worked_on_once(tokens: int, either_kind: Any):
     seen: list[tuple[int, int, int]] = []
-    launch.share(lambda *part: seen.append(part), tokens)
+    launch.parallel_for(lambda *part: seen.append(part), tokens)
     assert len(seen) == launch.parts(tokens)
     assert [t for _, first, last in sorted(seen) for t in range(first, last)] == list(range(tokens))
 
@@ -56,7 +56,7 @@ def test_parts_run_at_the_same_time(either_kind: Any):
         together.wait()
         names.add(threading.get_ident())
 
-    launch.share(work, 300)
+    launch.parallel_for(work, 300)
     assert len(names) == 3
 
 
@@ -66,7 +66,7 @@ def test_a_failure_reaches_the_caller(either_kind: Any):
             raise ZeroDivisionError("part 1")
 
     with pytest.raises(ZeroDivisionError, match="part 1"):
-        launch.share(work, 300)
+        launch.parallel_for(work, 300)
 
 
 def test_a_failure_waits_for_the_other_parts(either_kind: Any):
@@ -80,7 +80,7 @@ def test_a_failure_waits_for_the_other_parts(either_kind: Any):
         done.append(part)
 
     with pytest.raises(ZeroDivisionError):
-        launch.share(work, 300)
+        launch.parallel_for(work, 300)
     assert sorted(done) == [1, 2]
 
 

@@ -197,7 +197,7 @@ def test_triton_on_a_cpu_needs_its_interpreter(monkeypatch: Any):
     monkeypatch.setattr(dispatch, "FORCED", "triton")
     for value in ("", "0"):
         monkeypatch.setenv("TRITON_INTERPRET", value)
-        with pytest.raises(RuntimeError, match="set TRITON_INTERPRET=1"):
+        with pytest.raises(RuntimeError, match="also set TRITON_INTERPRET=1"):
             dispatch.kind(torch.empty(1))
 
 
@@ -206,7 +206,7 @@ def test_kernels_of_a_cpu_are_for_a_cpu(monkeypatch: Any):
         dtype, device = torch.float32, torch.device("cuda")
 
     monkeypatch.setattr(dispatch, "FORCED", "cpu")
-    with pytest.raises(RuntimeError, match="DUALRES_OPS=cpu is for CPUs, and the tensors are on cuda"):
+    with pytest.raises(RuntimeError, match="DUALRES_OPS=cpu is for CPUs, but the tensors are on cuda"):
         dispatch.kind(Elsewhere())  # type: ignore[arg-type]
 
 
@@ -250,7 +250,7 @@ def test_inputs_that_do_not_fit_are_refused_by_name():
         ops.prefix([torch.randn(1, *TOKENS, WIDTH), torch.randn(1, 1, 1, 5)], torch.zeros(1, 1, WIDTH), **SINGLE)
     with pytest.raises(ValueError, match=r"queries of shape \(1, 1, 24\).*width 16.*must have the shape \(1, 1, 16\)"):
         ops.prefix([torch.randn(1, *TOKENS, 16)], torch.zeros(1, 1, WIDTH), **SINGLE)
-    with pytest.raises(ValueError, match="the route reads stream 1, and only 1 are stored"):
+    with pytest.raises(ValueError, match="the route reads stream 1, but only 1 are stored"):
         ops.prefix([torch.randn(1, *TOKENS, WIDTH)], torch.zeros(1, 2, WIDTH), **DUAL)
     with pytest.raises(ValueError, match=r"the norm's weight of shape \(8,\).*must have the shape \(24,\)"):
         ops.rms_norm(rows[0][None], Norm(torch.ones(8), 1e-6))
@@ -263,18 +263,18 @@ def test_inputs_that_do_not_fit_are_refused_by_name():
     wrong = (alpha, beta._replace(bias=torch.zeros(3)))
     with pytest.raises(ValueError, match=r"a gate's bias of shape \(3,\)"):
         ops.gated_read(stored, None, query=None, gates=wrong, norm=None, **DUAL)
-    with pytest.raises(ValueError, match="the route has 2 output streams, and 1 are retrieved"):
+    with pytest.raises(ValueError, match="the route has 2 output streams, but 1 are retrieved"):
         ops.gated_read(one, None, query=None, gates=(alpha, beta), norm=None, **DUAL)
     query = torch.randn(2, WIDTH)
-    with pytest.raises(ValueError, match="2 gates are given where 3 are needed"):
+    with pytest.raises(ValueError, match="expected 3 gates, got 2"):
         ops.gated_read(stored, live, query=query, gates=(alpha, beta), norm=None, **DUAL)
-    with pytest.raises(ValueError, match="with gates of two, but 1 make 1"):
+    with pytest.raises(ValueError, match="with gates two, but 1 stored give 1"):
         ops.gated_read(one, None, query=None, gates=(alpha, beta), norm=None, **SINGLE)
-    with pytest.raises(ValueError, match="one or two streams, with gates of two, but 3 make 1"):
+    with pytest.raises(ValueError, match="one or two streams, with gates two, but 3 stored give 1"):
         ops.read(one, Live(tuple(rows), torch.randn(3, 3, *TOKENS)), query=query[:1], norm=None, **SINGLE)
     with pytest.raises(ValueError, match="needs the coefficients of its updates, and queries"):
         ops.gated_read(stored, live, query=None, gates=(alpha, beta), norm=None, **DUAL)
-    with pytest.raises(ValueError, match="takes them as constants"):
+    with pytest.raises(ValueError, match="treats them as constants"):
         ops.read(one, Live(tuple(rows), coefficients(3, 1)), query=query[:1], norm=None, **SINGLE)
     with pytest.raises(ValueError, match="do not fit 2 updates"):
         ops.write(Live(tuple(rows[:2]), weights))

@@ -15,7 +15,7 @@ from dualres.ops import Norm, dispatch
 from dualres.ops import traffic as account
 from dualres.ops import triton as kernels
 from dualres.ops.arguments import HyperReadArguments, ReadArguments
-from dualres.residual.dual import Dual
+from dualres.residual.dar import Dual
 from dualres.residual.pathway import Place
 from tests.ops.meter import Inputs, Meter, Traffic, prepared, round_to_nearest, traffic
 

@@ -99,13 +99,13 @@ def without_the_sum(world: World) -> list[str]:
     def nothing(tensors: list[Tensor], group: object) -> None:
         """What must be noticed."""
 
-    kept, gradients.sum_together = gradients.sum_together, nothing  # type: ignore[assignment]
+    kept, gradients.all_reduce_together = gradients.all_reduce_together, nothing  # type: ignore[assignment]
     try:
         engine = build_engine(config, world, end_of_text=0)
         engine.accumulate(share(config, engine, 0))
         found = {name: whole(p.grad) for name, p in engine.parameters.items()}  # type: ignore[attr-defined]
     finally:
-        gradients.sum_together = kept
+        gradients.all_reduce_together = kept
     if not world.is_main:
         return []
     same = {"global_batch": config.train.global_batch, "tokens": config.train.tokens}

@@ -44,10 +44,10 @@ REFUSED = {
     "chunks": (
         config(pipeline=5),
         5,
-        r"pipeline=5 × virtual_stages=1 = 5 chunks are more than the 4 blocks of dar-block",
+        r"pipeline=5 × virtual_stages=1 = 5 chunks exceed the 4 blocks of dar-block",
     ),
     "virtual": (config(virtual_stages=2), 4, r"virtual_stages=2 needs a pipeline"),
-    "interleaved": (config(pipeline=2, virtual_stages=3), 2, r"= 6 chunks are more than the 4 blocks"),
+    "interleaved": (config(pipeline=2, virtual_stages=3), 2, r"= 6 chunks exceed the 4 blocks"),
     "sequence": (
         config(tensor=2),
         2,

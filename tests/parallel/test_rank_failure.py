@@ -120,7 +120,7 @@ def test_a_rank_that_waits_for_itself_shows_where(data: Path, tmp_path: Path, mo
     folder = tmp_path / "sleeps"
     assert run(data, folder, program=PROGRAM, train__timeout=60) == 1, said(folder)[-3000:]
     assert "no longer" not in said(folder)
-    assert "rank 1 stops too (it still waits)" in said(folder)
+    assert "rank 1 stops too (it is still waiting)" in said(folder)
     assert "in sleeps\n" in said(folder)
 
 

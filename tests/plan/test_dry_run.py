@@ -127,7 +127,7 @@ FAILING: dict[str, tuple[list[str], dict[str, Any], str, str]] = {
         "too few for a sequence",
     ),
     "missing data": (["--data", "nowhere"], {}, "data", "nowhere has no index.json: create it with `dualres prepare"),
-    "file": (["--out", "file"], {}, "run folder", "file is not a writable folder: give another --out"),
+    "file": (["--out", "file"], {}, "run folder", "file is not a writable folder: use a different --out"),
 }
 
 
@@ -166,7 +166,7 @@ def test_a_run_that_goes_on(whole: Path, data: Path, elsewhere: Path, capsys: py
         "note",
         f"{folder} is finished, with step-000000040: nothing to do",
     )
-    shutil.rmtree(checkpoint.found(folder / run_folder.CHECKPOINTS)[-1])
+    shutil.rmtree(checkpoint.complete_checkpoints(folder / run_folder.CHECKPOINTS)[-1])
     assert planned_folder(folder, data, capsys) == ("ok", f"{folder} resumes from step-000000036 of 40 steps")
     assert planned_folder(folder, data, capsys, train__recompute="full")[0] == "ok"  # computes the same
     with run_folder.lock_run(folder):
@@ -179,13 +179,13 @@ def test_a_folder_of_another_run(whole: Path, data: Path, elsewhere: Path, capsy
     shutil.copytree(whole, folder)
     state, says = planned_folder(folder, data, capsys, train__learning_rate=0.02)
     assert state == "problem"
-    assert f"the run in {folder} has another config (train.learning_rate" in says
+    assert f"the run in {folder} has a different config (train.learning_rate" in says
     described = json.loads((folder / run_folder.CONFIG).read_text())
     described["data"]["content"] = "others"
     (folder / run_folder.CONFIG).write_text(json.dumps(described))
     state, says = planned_folder(folder, data, capsys)
     assert state == "problem"
-    assert "was trained on other data" in says
+    assert "was trained on different data" in says
     (folder / run_folder.CONFIG).unlink()
     state, says = planned_folder(folder, data, capsys)
     assert state == "problem"

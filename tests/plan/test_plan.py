@@ -165,7 +165,7 @@ def test_a_residual_that_the_mesh_does_not_suit(capsys: pytest.CaptureFixture[st
     code, made = plan_of(capsys, "nano", "standard", "--gpus", "8", "--gpu-memory", "1", *words)
     assert code == 0
     assert len(made["residuals"]["standard"]["memory"]) == 8
-    assert "are more than the 4 blocks" in made["residuals"]["dar-block"]["problem"]
+    assert "chunks exceed the 4 blocks" in made["residuals"]["dar-block"]["problem"]
 
 
 def test_links():

@@ -97,7 +97,7 @@ def test_other_data_in_the_same_folder_are_refused(suite: Path, tmp_path: Path, 
     other = tiny_data(tmp_path, topics=50)
     given = arguments(other, suite)
     assert main(["suite", "nano", "--residuals", "standard,attnres-block", "--seeds", "0", *given]) == 1
-    assert "was trained on other data" in capsys.readouterr().err
+    assert "was trained on different data" in capsys.readouterr().err
     assert not (suite / "nano-attnres-block-seed0").exists()
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from dualres.config.schema import ResidualConfig
 from dualres.model.decoder import Decoder, build_decoder
 from dualres.residual.attnres import FullMap, LowRankMap
-from dualres.residual.dual import Dual, GateSet
+from dualres.residual.dar import Dual, GateSet
 from dualres.residual.gates import Gate
 from dualres.residual.hyper_connections import HyperConnections
 from dualres.residual.retrieval import Queries, Retrieval, Retrieving

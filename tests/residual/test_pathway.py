@@ -1,4 +1,4 @@
-"""What every pathway promises: nothing changed in place, nothing kept, nothing unused, and a lens on the streams."""
+"""What every pathway promises: nothing changed in place, nothing kept, nothing unused, and inspectable streams."""
 
 import dataclasses
 from typing import Any
@@ -167,7 +167,7 @@ def test_places():
 
 
 def test_one_dar_branch_per_block_is_refused_with_the_reason():
-    with pytest.raises(ConfigError, match=r"branches_per_block=1\).*collinear.*use branches_per_block 2 or more"):
+    with pytest.raises(ConfigError, match=r"branches_per_block=1\).*collinear.*Use a branches_per_block ≥ 2"):
         stack(ResidualConfig("dar-full", branches_per_block=1))
 
 

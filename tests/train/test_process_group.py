@@ -82,9 +82,9 @@ def test_ranks_that_do_not_come_are_named():
 @pytest.mark.slow
 def test_one_verdict_at_one_time(monkeypatch: pytest.MonkeyPatch):
     """Rank 0 notices first; rank 1 when half of the time is over, 2 after it; 3 is lost."""
-    monkeypatch.setattr(failure_detection, "LOOK", 0.1)
-    monkeypatch.setattr(failure_detection, "ANSWER", 12.0)
-    monkeypatch.setattr(failure_detection, "STOP", 600.0)
+    monkeypatch.setattr(failure_detection, "POLL_INTERVAL", 0.1)
+    monkeypatch.setattr(failure_detection, "RESPONSE_TIME", 12.0)
+    monkeypatch.setattr(failure_detection, "STOP_TIME", 600.0)
     store, ended = HashStore(), threading.Event()
     began, took = time.monotonic(), {}
 
@@ -120,7 +120,7 @@ class Asked:
 
 def test_thousands_of_ranks_ask_the_store_little(monkeypatch: pytest.MonkeyPatch):
     """Who is lost is looked up by one of them, by halves."""
-    monkeypatch.setattr(failure_detection, "ANSWER", 1.0)
+    monkeypatch.setattr(failure_detection, "RESPONSE_TIME", 1.0)
     many = [rank_of(rank)._replace(size=5000) for rank in range(5000)]
     store, gone = HashStore(), 4321
     for member in many:
@@ -136,7 +136,7 @@ def test_thousands_of_ranks_ask_the_store_little(monkeypatch: pytest.MonkeyPatch
 def test_a_rank_that_waits_for_ever_speaks_and_ends(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr(failure_detection, "STOP", 0.1)
+    monkeypatch.setattr(failure_detection, "STOP_TIME", 0.1)
     codes: list[int] = []
     monkeypatch.setattr("os._exit", codes.append)
     store = HashStore()
@@ -150,8 +150,8 @@ def test_a_rank_that_waits_for_ever_speaks_and_ends(
 def test_where_all_are_there_the_failed_one_may_finish_its_save(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr(failure_detection, "LOOK", 0.05)
-    monkeypatch.setattr(failure_detection, "ANSWER", 0.2)
+    monkeypatch.setattr(failure_detection, "POLL_INTERVAL", 0.05)
+    monkeypatch.setattr(failure_detection, "RESPONSE_TIME", 0.2)
     codes: list[int] = []
     monkeypatch.setattr("os._exit", codes.append)
     store, ended = HashStore(), threading.Event()
@@ -184,7 +184,7 @@ def test_where_all_are_there_the_failed_one_may_finish_its_save(
 def test_a_terminated_rank_calls_the_roll(
     others: list[int], saving: bool, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    for name, seconds in (("LOOK", 0.1), ("ANSWER", 3.0), ("STOP", 0.1)):
+    for name, seconds in (("POLL_INTERVAL", 0.1), ("RESPONSE_TIME", 3.0), ("STOP_TIME", 0.1)):
         monkeypatch.setattr(failure_detection, name, seconds)
     codes: list[int] = []
     monkeypatch.setattr("os._exit", codes.append)
@@ -209,8 +209,8 @@ def test_a_terminated_rank_calls_the_roll(
 
 def test_an_answer_to_the_roll_is_none_to_a_failure(monkeypatch: pytest.MonkeyPatch):
     """A rank that is lost after someone wanted to stop is named all the same."""
-    monkeypatch.setattr(failure_detection, "LOOK", 0.1)
-    monkeypatch.setattr(failure_detection, "ANSWER", 2.0)
+    monkeypatch.setattr(failure_detection, "POLL_INTERVAL", 0.1)
+    monkeypatch.setattr(failure_detection, "RESPONSE_TIME", 2.0)
     store, ended = HashStore(), threading.Event()
     for rank in (0, 1, 3):
         failure_detection._respond(PrefixStore("roll", store), rank_of(rank))
@@ -226,7 +226,7 @@ def test_an_answer_to_the_roll_is_none_to_a_failure(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.slow
 def test_a_store_that_once_did_not_reply_is_asked_again(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(failure_detection, "LOOK", 0.1)
+    monkeypatch.setattr(failure_detection, "POLL_INTERVAL", 0.1)
     ended, silence = threading.Event(), iter([True, True])
 
     class Silent(HashStore):
@@ -327,7 +327,7 @@ def test_errors_that_all_have_wait_for_no_one(monkeypatch: pytest.MonkeyPatch):
     for rank in range(SIZE):
         error = TrainError("the loss is nan")
         assert failing(rank, error, store, monkeypatch) is error
-    assert time.monotonic() - began < failure_detection.ANSWER / 2
+    assert time.monotonic() - began < failure_detection.RESPONSE_TIME / 2
     assert not store.check([failure_detection.UNRESPONSIVE])
 
 
@@ -342,7 +342,7 @@ def test_errors_that_all_have_wait_for_no_one(monkeypatch: pytest.MonkeyPatch):
 def test_ranks_that_fail_leave_together(
     patience: float, verdict: list[int], late: list[int], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(failure_detection, "LEAVE", patience)
+    monkeypatch.setattr(failure_detection, "EXIT_TIME", patience)
     store, began = HashStore(), time.monotonic()
     store.set(failure_detection.UNRESPONSIVE, str(verdict))
     with ThreadPoolExecutor(SIZE) as pool:
@@ -360,7 +360,7 @@ def test_ranks_that_fail_leave_together(
     ids=["one", "two"],
 )
 def test_unresponsive_ranks_are_named(here: list[int], words: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(failure_detection, "ANSWER", 0.2)
+    monkeypatch.setattr(failure_detection, "RESPONSE_TIME", 0.2)
     store = HashStore()
     for rank in here:
         failure_detection._respond(store, rank_of(rank))

@@ -17,7 +17,7 @@ from dualres.config.loading import load_config
 from dualres.config.schema import Config
 from dualres.data.prepare import Settings, prepare
 from dualres.train import run_folder
-from dualres.train.checkpoint import found
+from dualres.train.checkpoint import complete_checkpoints
 from dualres.train.loop import TrainResult, train
 from dualres.train.metrics import METRICS
 from dualres.train.process_group import World
@@ -107,7 +107,7 @@ def losses(folder: Path) -> list[float]:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    return found(folder / run_folder.CHECKPOINTS)
+    return complete_checkpoints(folder / run_folder.CHECKPOINTS)
 
 
 def launch(

@@ -10,7 +10,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor, nn
 
-from dualres.model.block import embed, extended, fitting
+from dualres.model.block import checked_update, embed, extended
 from dualres.model.decoder import reset_part
 from dualres.residual.pathway import History, Pathway
 from dualres.train.recipe import optimizer_groups
@@ -76,7 +76,7 @@ class ResidualLayer(TransformerLayer):  # type: ignore[misc]
                 state = pathway.open(history)
             h, state = pathway.read(state, step.branch)
             hidden_states = branch(h, options)
-            state = pathway.write(state, step.branch, fitting(hidden_states, h))
+            state = pathway.write(state, step.branch, checked_update(hidden_states, h))
             if step.last:
                 history = extended(history, pathway.close(state), pathway)
         if self.readout is None:

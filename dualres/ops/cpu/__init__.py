@@ -1,4 +1,7 @@
-"""Kernels for a CPU, compiled by numba: vector instructions, a token at a time, tokens shared out over threads."""
+"""The fused operators as CPU kernels, compiled by numba; `autograd` defines what each computes and returns.
+
+They are vectorized over the width and take one token at a time; tokens are split across threads.
+"""
 
 from dualres.ops.cpu.hyper import hyper_read, hyper_read_backward
 from dualres.ops.cpu.live import read, read_backward, write, write_backward

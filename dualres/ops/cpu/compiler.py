@@ -1,4 +1,4 @@
-"""How the kernels are compiled; on disk they are cached, so that only the first run compiles."""
+"""Compilation of the kernels, which are cached on disk so that only the first run compiles."""
 
 import hashlib
 from pathlib import Path
@@ -12,9 +12,9 @@ STAMP = "cpu.sources"
 
 
 def cache_folder() -> Path | None:
-    """Where numba caches the kernels: beside the sources, in NUMBA_CACHE_DIR or in the user's own folder.
+    """The folder where numba caches the kernels: next to the sources, NUMBA_CACHE_DIR, or the user's cache folder.
 
-    Without such a folder every process compiles for itself.
+    None if no folder is writable: then every process compiles the kernels itself.
     """
     try:
         return Path(njit(cache=True)(_probe)._cache.cache_path)  # type: ignore[attr-defined]
@@ -23,7 +23,7 @@ def cache_folder() -> Path | None:
 
 
 def remove_stale(folder: Path) -> None:
-    """Remove kernels that were compiled from other sources: numba looks only at the file that a kernel is in."""
+    """Remove kernels compiled from other sources: numba only checks the file that defines a kernel."""
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(SOURCES.glob("*.py")))).hexdigest()
     stamp = folder / STAMP
     try:
@@ -33,7 +33,7 @@ def remove_stale(folder: Path) -> None:
             compiled.unlink(missing_ok=True)
         folder.mkdir(parents=True, exist_ok=True)
         stamp.write_text(digest)
-    except OSError:  # a folder that cannot be written to: there numba caches nothing
+    except OSError:  # the folder is not writable, so numba caches nothing in it
         return
 
 
@@ -48,10 +48,10 @@ OPTIONS: dict[str, Any] = {"nogil": True, "cache": FOLDER is not None, "error_mo
 
 
 class NoAlias(Compiler):
-    """Compiles functions that are never given overlapping rows, one of which they write.
+    """Compiles functions whose output rows never overlap their other rows.
 
-    Otherwise LLVM compares addresses when a loop starts, and where short rows lie close together it takes another loop,
-    which adds up in another order: the same numbers would give other bits at other addresses.
+    Otherwise LLVM compares addresses at the start of a loop and, where short rows lie close together, takes a loop that
+    sums in a different order: results would depend on the addresses.
     """
 
     def __init__(self, *arguments: Any) -> None:
@@ -59,6 +59,6 @@ class NoAlias(Compiler):
         self.state.flags.noalias = True
 
 
-compiled: Any = njit(**OPTIONS)  # sums are added up in the order they are written in
-# Sums may be reordered, which is what makes them vector instructions; NaN and infinity keep their meaning.
+compiled: Any = njit(**OPTIONS)  # sums keep the order they are written in
+# Sums may be reordered, so that they can be vectorized; NaN and infinity keep their meaning.
 compiled_rows: Any = njit(**OPTIONS, fastmath={"reassoc", "nsz", "contract", "arcp"}, pipeline_class=NoAlias)

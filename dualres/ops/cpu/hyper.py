@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dualres.ops.arguments import HyperReadArguments
 from dualres.ops.cpu.compiler import compiled
-from dualres.ops.cpu.launch import LIKE, addresses, array, parts, share, tokenwise
+from dualres.ops.cpu.launch import LIKE, addresses, array, parallel_for, parts, tokenwise
 from dualres.ops.cpu.live import ABSENT, live_streams, norm_backward, sigmoid
 from dualres.ops.cpu.rows import (
     add,
@@ -28,30 +28,29 @@ from dualres.ops.cpu.rows import (
 )
 
 
-def hyper_read(given: HyperReadArguments) -> tuple[Tensor, Tensor]:
-    """See `dualres.ops.autograd.hyper_read`."""
-    updates, coefficients = given.updates, given.coefficients
+def hyper_read(arguments: HyperReadArguments) -> tuple[Tensor, Tensor]:
+    updates, coefficients = arguments.updates, arguments.coefficients
     h, next_coefficients = (
         torch.empty_like(updates[0]),
         coefficients.new_empty(len(updates) + 1, *coefficients.shape[1:]),
     )
-    inputs, after = _arrays(given), tokenwise(next_coefficients, 2)
-    share(lambda part, first, last: _forward(first, last, inputs, h.data_ptr(), after), coefficients[0, 0].numel())
+    inputs, after, tokens = _arrays(arguments), tokenwise(next_coefficients, 2), coefficients[0, 0].numel()
+    parallel_for(lambda part, first, last: _forward(first, last, inputs, h.data_ptr(), after), tokens)
     return h, next_coefficients
 
 
-def _arrays(given: HyperReadArguments) -> tuple[Any, ...]:
-    """The inputs as compiled code takes them; the weights of a gate value are one row over all streams."""
+def _arrays(arguments: HyperReadArguments) -> tuple[Any, ...]:
+    """The arguments as compiled code takes them; the weights of a gate value are one row over all streams."""
     return (
-        addresses(given.updates),
-        tokenwise(given.coefficients, 2),
-        tuple(array(gate.flatten(1)) if gate.ndim == 3 else array(gate) for gate in given.gates),
-        ABSENT[1] if given.norm is None else array(given.norm),
-        given.updates[0].shape[-1],
-        given.steps,
-        given.eps,
-        given.norm_eps,
-        LIKE[given.updates[0].dtype],
+        addresses(arguments.updates),
+        tokenwise(arguments.coefficients, 2),
+        tuple(array(gate.flatten(1)) if gate.ndim == 3 else array(gate) for gate in arguments.gates),
+        ABSENT[1] if arguments.norm is None else array(arguments.norm),
+        arguments.updates[0].shape[-1],
+        arguments.steps,
+        arguments.eps,
+        arguments.norm_eps,
+        LIKE[arguments.updates[0].dtype],
     )
 
 
@@ -67,7 +66,7 @@ def _project(projected: Any, weight: Any, streams: Any) -> None:
 def _sinkhorn(logits: Any, steps: int, trace: Any) -> None:
     """The matrix after every half-step: columns, rows, columns, … (J,J), (2·steps,J,J) float64
 
-    In plain numbers, which is fast; in logarithms where a row of plain numbers would vanish.
+    Computed in linear space, which is fast, or in log space if a row or column would underflow.
     """
     size = len(logits)
     matrix = np.empty((size, size), np.float64)
@@ -83,7 +82,7 @@ def _sinkhorn(logits: Any, steps: int, trace: Any) -> None:
             for b in range(size):
                 total += matrix[b, a] if step % 2 == 0 else matrix[a, b]
             if total < 1e-200:
-                _sinkhorn_in_logarithms(logits, steps, trace)
+                _sinkhorn_in_log_space(logits, steps, trace)
                 return
             for b in range(size):
                 if step % 2 == 0:
@@ -94,32 +93,32 @@ def _sinkhorn(logits: Any, steps: int, trace: Any) -> None:
 
 
 @compiled
-def _sinkhorn_in_logarithms(logits: Any, steps: int, trace: Any) -> None:
+def _sinkhorn_in_log_space(logits: Any, steps: int, trace: Any) -> None:
     size = len(logits)
     work = logits.astype(np.float64)
     for step in range(2 * steps):
         for a in range(size):
-            line = work[:, a] if step % 2 == 0 else work[a]
-            highest = line.max()
+            row_or_column = work[:, a] if step % 2 == 0 else work[a]
+            highest = row_or_column.max()
             total = 0.0
             for b in range(size):
-                total += math.exp(line[b] - highest)
+                total += math.exp(row_or_column[b] - highest)
             for b in range(size):
-                line[b] -= highest + math.log(total)
+                row_or_column[b] -= highest + math.log(total)
         trace[step] = np.exp(work)
 
 
 @compiled
-def _gates(streams: Any, scale: Any, gates: Any, projected: Any, opened: Any, written: Any, logits: Any) -> None:
-    """H_pre, H_post and the logits of H_res from the streams (J·D,) of a token; keeps the projections (G,)."""
+def _gates(streams: Any, scale: Any, gates: Any, projected: Any, read_gate: Any, write_gate: Any, logits: Any) -> None:
+    """H_pre, H_post and the logits of H_res from the streams (J·D,) of a token; stores the projections (G,)."""
     pre, pre_scale, pre_bias, post, post_scale, post_bias, mixing, mixing_scale, mixing_bias = gates
-    size = len(opened)
+    size = len(read_gate)
     _project(projected[:size], pre, streams)
     _project(projected[size : 2 * size], post, streams)
     _project(projected[2 * size :], mixing, streams)
     for j in range(size):
-        opened[j] = sigmoid(pre_scale[0] * scale * projected[j] + pre_bias[j])
-        written[j] = 2 * sigmoid(post_scale[0] * scale * projected[size + j] + post_bias[j])
+        read_gate[j] = sigmoid(pre_scale[0] * scale * projected[j] + pre_bias[j])
+        write_gate[j] = 2 * sigmoid(post_scale[0] * scale * projected[size + j] + post_bias[j])
         for i in range(size):
             g = i * size + j
             logits[i, j] = mixing_scale[0] * scale * projected[2 * size + g] + mixing_bias[g]
@@ -132,12 +131,12 @@ def _forward(first: int, last: int, inputs: Any, output: int, next_coefficients:
     live, row = np.empty((size, width), np.float32), np.empty(width, np.float32)
     streams = live.reshape(size * width)
     projected, logits = np.empty(size * (size + 2), np.float32), np.empty((size, size), np.float32)
-    opened, written = np.empty((2, size), np.float32)
+    read_gate, write_gate = np.empty((2, size), np.float32)
     trace = np.empty((2 * steps, size, size), np.float64)
     for t in range(first, last):
         live_streams(live, updates, coefficients, t, like)
         scale = inverse_norm(dot(streams, streams), len(streams), eps)
-        _gates(streams, scale, gates, projected, opened, written, logits)
+        _gates(streams, scale, gates, projected, read_gate, write_gate, logits)
         _sinkhorn(logits, steps, trace)
         for i in range(size):
             for k in range(count):
@@ -145,28 +144,27 @@ def _forward(first: int, last: int, inputs: Any, output: int, next_coefficients:
                 for j in range(size):
                     total += trace[-1, i, j] * coefficients[k, j, t]
                 next_coefficients[k, i, t] = total
-            next_coefficients[count, i, t] = written[i]
+            next_coefficients[count, i, t] = write_gate[i]
         row[:] = 0
-        add_rows(row, opened, live)
+        add_rows(row, read_gate, live)
         if len(norm) > 0:
             normalize(row, norm, dot(row, row), norm_eps)
         store(row_of(output, t, width, like), row)
 
 
-def hyper_read_backward(d_h: Tensor, d_next: Tensor, given: HyperReadArguments) -> list[Tensor]:
-    """See `dualres.ops.autograd.hyper_read_backward`."""
-    tokens, inputs = given.coefficients[0, 0].numel(), _arrays(given)
-    d_updates = [torch.empty_like(update) for update in given.updates]
-    d_coefficients = torch.empty_like(given.coefficients)
-    parameters = [*given.gates, *([] if given.norm is None else [given.norm])]
+def hyper_read_backward(d_h: Tensor, d_next: Tensor, arguments: HyperReadArguments) -> list[Tensor]:
+    tokens, inputs = arguments.coefficients[0, 0].numel(), _arrays(arguments)
+    d_updates = [torch.empty_like(update) for update in arguments.updates]
+    d_coefficients = torch.empty_like(arguments.coefficients)
+    parameters = [*arguments.gates, *([] if arguments.norm is None else [arguments.norm])]
     partial = [parameter.new_zeros(parts(tokens), *parameter.shape) for parameter in parameters]
     rows = d_h.data_ptr(), tokenwise(d_next, 2), addresses(d_updates), tokenwise(d_coefficients, 2)
 
     def work(part: int, first: int, last: int) -> None:
         own = [array(d[part].flatten(1)) if d.ndim == 4 else array(d[part]) for d in partial]
-        _backward(first, last, inputs, rows, tuple(own[:9]), ABSENT[1] if given.norm is None else own[9])
+        _backward(first, last, inputs, rows, tuple(own[:9]), ABSENT[1] if arguments.norm is None else own[9])
 
-    share(work, tokens)
+    parallel_for(work, tokens)
     return [*d_updates, d_coefficients, *(d_parameter.sum(0) for d_parameter in partial)]
 
 
@@ -199,21 +197,21 @@ def _backward(first: int, last: int, inputs: Any, rows: Any, d_gates: Any, d_nor
     size, count = len(pre), len(updates)
     live, d_live = np.empty((size, width), np.float32), np.empty((size, width), np.float32)
     streams, d_streams = live.reshape(size * width), d_live.reshape(size * width)
-    row, given = np.empty(width, np.float32), np.empty(width, np.float32)
+    row, gradient = np.empty(width, np.float32), np.empty(width, np.float32)
     projected, de = np.empty((2, size * (size + 2)), np.float32)
     logits = np.empty((size, size), np.float32)
-    opened, written = np.empty((2, size), np.float32)
+    read_gate, write_gate = np.empty((2, size), np.float32)
     trace, d_matrix = np.empty((2 * steps, size, size), np.float64), np.empty((size, size), np.float64)
     for t in range(first, last):
         live_streams(live, updates, coefficients, t, like)
         scale = inverse_norm(dot(streams, streams), len(streams), eps)
-        _gates(streams, scale, gates, projected, opened, written, logits)
+        _gates(streams, scale, gates, projected, read_gate, write_gate, logits)
         _sinkhorn(logits, steps, trace)
-        load(given, row_of(d_output, t, width, like))
+        load(gradient, row_of(d_output, t, width, like))
         if len(norm) > 0:
             row[:] = 0
-            add_rows(row, opened, live)
-            normalize_backward(given, row, norm, dot(row, row), norm_eps, d_norm)
+            add_rows(row, read_gate, live)
+            normalize_backward(gradient, row, norm, dot(row, row), norm_eps, d_norm)
         for i in range(size):
             for j in range(size):
                 d_matrix[i, j] = 0
@@ -228,12 +226,12 @@ def _backward(first: int, last: int, inputs: Any, rows: Any, d_gates: Any, d_nor
         _sinkhorn_backward(trace, d_matrix)
         d_scale = np.float32(0)
         for j in range(size):
-            dz = dot(given, live[j]) * opened[j] * (1 - opened[j])
+            dz = dot(gradient, live[j]) * read_gate[j] * (1 - read_gate[j])
             d_pre_bias[j] += dz
             d_pre_scale[0] += dz * scale * projected[j]
             de[j] = dz * pre_scale[0] * scale
             d_scale += dz * pre_scale[0] * projected[j]
-            dz = d_next[count, j, t] * written[j] * (1 - written[j] / 2)
+            dz = d_next[count, j, t] * write_gate[j] * (1 - write_gate[j] / 2)
             d_post_bias[j] += dz
             d_post_scale[0] += dz * scale * projected[size + j]
             de[size + j] = dz * post_scale[0] * scale
@@ -249,7 +247,7 @@ def _backward(first: int, last: int, inputs: Any, rows: Any, d_gates: Any, d_nor
         add_rows(d_streams, de[size : 2 * size], post)
         add_rows(d_streams, de[2 * size :], mixing)
         for j in range(size):
-            add(d_live[j], opened[j], given)
+            add(d_live[j], read_gate[j], gradient)
             add_to_two(d_pre[j], d_post[j], de[j], de[size + j], streams)
         d_mixed = de[2 * size :]
         for g in range(0, size * size - 1, 2):

@@ -1,11 +1,11 @@
-"""How Python calls the kernels: tensors as addresses and arrays, tokens shared out over threads.
+"""How Python calls the kernels: tensors as addresses and arrays, tokens split across threads.
 
-numba knows no bfloat16, so a stream is passed as an address and an array that says what its bits mean: float32, uint16
-for bfloat16, int16 for float16.
+numba has no bfloat16, so a stream is passed as an address and an empty array whose dtype encodes the stream's: float32,
+uint16 for bfloat16, int16 for float16.
 
-There are as many threads as PyTorch uses, each with a run of tokens of its own. On Linux they are PyTorch's own
-threads, woken through its OpenMP library. Threads beside them would compete with them for the processors: after an
-operator of PyTorch, its threads keep spinning for the next one.
+There are as many threads as PyTorch uses, each with its own contiguous range of tokens. On Linux they are PyTorch's own
+threads, woken through its OpenMP library. Additional threads would compete with them for cores: after an operator,
+PyTorch's threads keep spinning, waiting for the next one.
 """
 
 import ctypes
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-FEWEST_TOKENS = 16  # for one thread: with fewer, waking it costs more than its work
+MIN_TOKENS = 16  # per thread: with fewer, waking it costs more than its work
 CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 LIKE = {
     torch.float32: np.empty(0, np.float32),
@@ -32,34 +32,34 @@ Array = np.ndarray[Any, Any]
 
 
 def addresses(tensors: Sequence[Tensor]) -> Array:
-    """Where each tensor begins. n × … -> (n,)"""
+    """The address of each tensor. n × … -> (n,)"""
     return np.array([tensor.data_ptr() for tensor in tensors], np.int64)
 
 
 def stream_addresses(tensors: Sequence[Tensor]) -> Array:
-    """Where each stream of each tensor begins. n × (J,B,T,D) -> (n,J)"""
+    """The address of each stream of each tensor. n × (J,B,T,D) -> (n,J)"""
     first = tensors[0]
     step, streams = first.stride(0) * first.element_size(), range(len(first))
     return np.array([[begin + step * j for j in streams] for begin in map(Tensor.data_ptr, tensors)], np.int64)
 
 
 def array(tensor: Tensor) -> Array:
-    """A contiguous float32 tensor, which must outlive it, as an array.
+    """A contiguous float32 tensor as an array, which must not outlive it.
 
-    `Tensor.numpy` would make its storage unresizable for ever, and FSDP2 frees a parameter by resizing.
+    `Tensor.numpy` would make its storage permanently non-resizable, and FSDP2 frees a parameter by resizing.
     """
     return _floats(tensor.data_ptr(), tensor.shape)
 
 
-def tokenwise(tensor: Tensor, others: int) -> Array:
-    """`array`, of one number per token, whose axes come after so many others. (…,B,T) -> (…,N)"""
+def tokenwise(tensor: Tensor, leading_axes: int) -> Array:
+    """`array` with the token axes, which follow `leading_axes` others, flattened. (…,B,T) -> (…,N)"""
     shape = tensor.shape
-    return _floats(tensor.data_ptr(), (*shape[:others], math.prod(shape[others:])))
+    return _floats(tensor.data_ptr(), (*shape[:leading_axes], math.prod(shape[leading_axes:])))
 
 
 @functools.lru_cache(maxsize=4096)
 def _floats(address: int, shape: tuple[int, ...]) -> Array:
-    """What is at an address, as an array that does not keep it alive."""
+    """The memory at an address as an array that does not own it."""
     if math.prod(shape) == 0:
         return np.empty(shape, np.float32)
     interface = {"data": (address, False), "shape": tuple(shape), "typestr": "<f4", "version": 3}
@@ -67,12 +67,12 @@ def _floats(address: int, shape: tuple[int, ...]) -> Array:
 
 
 def parts(tokens: int) -> int:
-    """How many threads share `tokens` tokens."""
-    return max(1, min(torch.get_num_threads(), tokens // FEWEST_TOKENS))
+    """The number of threads for `tokens` tokens."""
+    return max(1, min(torch.get_num_threads(), tokens // MIN_TOKENS))
 
 
-def share(work: Callable[[int, int, int], object], tokens: int) -> None:
-    """Run work(part, first, last) for every part of the tokens, at the same time."""
+def parallel_for(work: Callable[[int, int, int], object], tokens: int) -> None:
+    """Run work(part, first, last) for every part of the tokens, in parallel."""
     count = parts(tokens)
     if count == 1:
         work(0, 0, tokens)
@@ -82,7 +82,7 @@ def share(work: Callable[[int, int, int], object], tokens: int) -> None:
     if openmp is None:
         pool = own_threads(os.getpid(), count)
         tasks = [pool.submit(work, part, ends[part], ends[part + 1]) for part in range(count)]
-        wait(tasks)  # all of them, also if one fails: until then they write to memory that a failure may free
+        wait(tasks)  # for all, even if one fails: until then they write to memory that a failure may free
         for task in tasks:
             task.result()
         return
@@ -92,7 +92,7 @@ def share(work: Callable[[int, int, int], object], tokens: int) -> None:
         try:
             for part in range(openmp.omp_get_thread_num(), count, openmp.omp_get_num_threads()):
                 work(part, ends[part], ends[part + 1])
-        except BaseException as failure:  # no exception may leave a foreign thread
+        except BaseException as failure:  # an exception must not escape into an OpenMP thread
             failures.append(failure)
 
     openmp.GOMP_parallel(CALLBACK(run), None, count, 0)
@@ -102,17 +102,17 @@ def share(work: Callable[[int, int, int], object], tokens: int) -> None:
 
 @functools.cache
 def pytorch_threads() -> Any:
-    """The OpenMP library that PyTorch has loaded, if it is GNU's; None elsewhere."""
+    """The OpenMP library that PyTorch has loaded if it is GNU's, otherwise None."""
     try:
         library = ctypes.CDLL(None)
         library.GOMP_parallel.argtypes = [CALLBACK, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
         library.GOMP_parallel.restype = None
-    except (AttributeError, TypeError, OSError):  # another library, or a system where a program has no handle
+    except (AttributeError, TypeError, OSError):  # another library, or no handle to the running program
         return None
     return library
 
 
 @functools.cache
 def own_threads(process: int, count: int) -> ThreadPoolExecutor:
-    """Threads that outlive a call; a forked process, which inherits none, has its own."""
+    """Threads that outlive a call, by process: a forked process inherits none."""
     return ThreadPoolExecutor(count, thread_name_prefix="dualres")

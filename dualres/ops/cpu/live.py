@@ -1,6 +1,6 @@
-"""The live streams on a CPU: what a branch reads (phase 2), and the state that they become.
+"""Reads (phase 2) and writes of the live streams on a CPU.
 
-A read computes live streams, merge, gates, branch input and norm of a token while its rows are in the cache.
+A read computes a token's live streams, merge, gates, branch input and norm while its rows are in the cache.
 """
 # N tokens  D width  J stored streams  O output streams  K updates
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dualres.ops.arguments import ReadArguments
 from dualres.ops.cpu.compiler import compiled
-from dualres.ops.cpu.launch import LIKE, addresses, array, parts, share, stream_addresses, tokenwise
+from dualres.ops.cpu.launch import LIKE, addresses, array, parallel_for, parts, stream_addresses, tokenwise
 from dualres.ops.cpu.rows import (
     add,
     add_to_four,
@@ -37,39 +37,38 @@ from dualres.ops.cpu.rows import (
 ABSENT = {size: np.empty((0,) * size, np.float32) for size in (1, 2, 3)}
 
 
-def read(given: ReadArguments) -> tuple[Tensor, Tensor]:
-    """See `dualres.ops.autograd.read`."""
-    partition = given.log_partition
-    h = torch.empty_like(given.retrieved[0])
+def read(arguments: ReadArguments) -> tuple[Tensor, Tensor]:
+    partition = arguments.log_partition
+    h = torch.empty_like(arguments.retrieved[0])
     next_coefficients = (
-        partition.new_empty(len(given.updates) + 1, *partition.shape) if given.gates else partition.new_empty(0)
+        partition.new_empty(len(arguments.updates) + 1, *partition.shape) if arguments.gates else partition.new_empty(0)
     )
-    inputs, after = _arrays(given), tokenwise(next_coefficients, 2) if given.gates else ABSENT[3]
-    share(lambda part, first, last: _read(first, last, inputs, h.data_ptr(), after), partition[0].numel())
+    inputs, after = _arrays(arguments), tokenwise(next_coefficients, 2) if arguments.gates else ABSENT[3]
+    parallel_for(lambda part, first, last: _read(first, last, inputs, h.data_ptr(), after), partition[0].numel())
     return h, next_coefficients
 
 
-def _arrays(given: ReadArguments) -> tuple[Any, ...]:
-    """The inputs as compiled code takes them; what is absent is an array of no elements."""
+def _arrays(arguments: ReadArguments) -> tuple[Any, ...]:
+    """The arguments as compiled code takes them; absent ones are empty arrays."""
     return (
-        stream_addresses([given.retrieved])[0],
-        tokenwise(given.log_partition, 1),
-        addresses(given.updates),
-        ABSENT[3] if given.coefficients is None else tokenwise(given.coefficients, 2),
-        ABSENT[2] if given.query is None else array(given.query),
-        np.array(given.key),
-        np.array(given.value),
-        _three([array(gate) for gate in given.gates]),
-        ABSENT[1] if given.norm is None else array(given.norm),
-        given.retrieved.shape[-1],
-        given.eps,
-        given.norm_eps,
-        LIKE[given.retrieved.dtype],
+        stream_addresses([arguments.retrieved])[0],
+        tokenwise(arguments.log_partition, 1),
+        addresses(arguments.updates),
+        ABSENT[3] if arguments.coefficients is None else tokenwise(arguments.coefficients, 2),
+        ABSENT[2] if arguments.query is None else array(arguments.query),
+        np.array(arguments.key),
+        np.array(arguments.value),
+        _pad_to_three([array(gate) for gate in arguments.gates]),
+        ABSENT[1] if arguments.norm is None else array(arguments.norm),
+        arguments.retrieved.shape[-1],
+        arguments.eps,
+        arguments.norm_eps,
+        LIKE[arguments.retrieved.dtype],
     )
 
 
-def _three(gates: list[Any]) -> tuple[Any, ...]:
-    """Weight, scale and bias of three gates, of which some may be absent."""
+def _pad_to_three(gates: list[Any]) -> tuple[Any, ...]:
+    """The weight, scale and bias of three gates, with empty arrays for absent ones."""
     return (*gates, *[ABSENT[size] for size in (3, 1, 1)] * (3 - len(gates) // 3))
 
 
@@ -94,7 +93,7 @@ def sigmoid(x: Any) -> Any:
 
 @compiled
 def _weigh(t: int, partition: Any, live: Any, queries: Any, key: Any, eps: float, weights: Any) -> None:
-    """λ and 1 − λ of each output, and what they are made of: q·Norm(P) and the inverse norm. 4 × (O,)"""
+    """q·Norm(P), the inverse norm of P, λ and 1 − λ of each output. 4 × (O,)"""
     scores, norms, masses, rests = weights
     masses[:] = 1
     rests[:] = 0
@@ -108,15 +107,15 @@ def _weigh(t: int, partition: Any, live: Any, queries: Any, key: Any, eps: float
 
 
 @compiled
-def _merge_and_gate(t: int, inputs: Any, live: Any, weights: Any, h: Any, projected: Any, gated: Any) -> Any:
-    """h^o = λ h̃^o + (1 − λ) P^value, their projections Σ_o h^o·W^o, and of these α and β.
+def _merge_and_gate(t: int, inputs: Any, live: Any, weights: Any, h: Any, projected: Any, gate_values: Any) -> Any:
+    """h^o = λ h̃^o + (1 − λ) P^value, their projections Σ_o h^o·W^o, and α and β computed from these.
 
-    h (2,D), projected (4,), gated 2 × (2,) -> the inverse norm of [h⁰; h¹]
+    h (2,D), projected (4,), gate_values 2 × (2,) -> the inverse norm of [h⁰; h¹]
     """
     retrieved, _, _, _, _, _, value, gates, _, _, eps, _, like = inputs
     alpha, alpha_scale, alpha_bias, beta, beta_scale, beta_bias, _, _, _ = gates
     _, _, masses, rests = weights
-    opened, written = gated
+    read_gate, write_gate = gate_values
     total = np.float32(0)
     projected[:] = 0
     for o in range(2):
@@ -129,8 +128,8 @@ def _merge_and_gate(t: int, inputs: Any, live: Any, weights: Any, h: Any, projec
         projected[3] += e
     scale = inverse_norm(total, h.size, eps)
     for o in range(2):
-        opened[o] = sigmoid(alpha_scale[0] * scale * projected[o] + alpha_bias[o])
-        written[o] = 2 * sigmoid(beta_scale[0] * scale * projected[2 + o] + beta_bias[o])
+        read_gate[o] = sigmoid(alpha_scale[0] * scale * projected[o] + alpha_bias[o])
+        write_gate[o] = 2 * sigmoid(beta_scale[0] * scale * projected[2 + o] + beta_bias[o])
     return scale
 
 
@@ -150,9 +149,10 @@ def _read(first: int, last: int, inputs: Any, output: int, next_coefficients: An
     retrieved, partition, updates, coefficients, queries, key, value, gates, norm, width, eps, norm_eps, like = inputs
     _, _, _, _, _, _, rho, rho_scale, rho_bias = gates
     outputs, streams, count = len(retrieved), coefficients.shape[1], len(updates)
-    live = np.zeros((streams if count > 0 else 2, width), np.float32)  # nothing written: zeros, with λ = 1
+    live = np.zeros((streams if count > 0 else 2, width), np.float32)  # zeros without updates, with λ = 1
     h, mixed = np.empty((outputs, width), np.float32), np.empty(width, np.float32)
-    weights, projected, opened = np.empty((4, outputs), np.float32), np.empty(4, np.float32), np.empty(2, np.float32)
+    weights, projected = np.empty((4, outputs), np.float32), np.empty(4, np.float32)
+    read_gate = np.empty(2, np.float32)
     _, _, masses, rests = weights
     for t in range(first, last):
         row = row_of(output, t, width, like)
@@ -161,11 +161,11 @@ def _read(first: int, last: int, inputs: Any, output: int, next_coefficients: An
             live_streams(live, updates, coefficients, t, like)
         _weigh(t, partition, live, queries, key, eps, weights)
         if len(gates[0]) > 0:
-            _merge_and_gate(t, inputs, live, weights, h, projected, (opened, next_coefficients[count, :, t]))
-            square = blend(result, opened[0], h[0], opened[1], h[1])
+            _merge_and_gate(t, inputs, live, weights, h, projected, (read_gate, next_coefficients[count, :, t]))
+            square = blend(result, read_gate[0], h[0], read_gate[1], h[1])
         else:
-            found = row_of(retrieved[0], t, width, like)
-            square = blend(result, masses[0], found, rests[0], live[value[0]])
+            retrieved_row = row_of(retrieved[0], t, width, like)
+            square = blend(result, masses[0], retrieved_row, rests[0], live[value[0]])
         if len(rho) > 0:
             whole, product = _project(live, rho[0])
             keep = sigmoid(rho_scale[0] * inverse_norm(whole, live.size, eps) * product + rho_bias[0])
@@ -177,18 +177,17 @@ def _read(first: int, last: int, inputs: Any, output: int, next_coefficients: An
         finish(row, result)
 
 
-def read_backward(d_h: Tensor, d_next: Tensor, given: ReadArguments) -> list[Tensor]:
-    """See `dualres.ops.autograd.read_backward`."""
-    tokens, inputs = given.log_partition[0].numel(), _arrays(given)
-    d_retrieved, d_updates = torch.empty_like(given.retrieved), [torch.empty_like(update) for update in given.updates]
-    d_partition = torch.empty_like(given.log_partition)
-    learned = given.coefficients if given.gates else None
+def read_backward(d_h: Tensor, d_next: Tensor, arguments: ReadArguments) -> list[Tensor]:
+    tokens, inputs = arguments.log_partition[0].numel(), _arrays(arguments)
+    d_retrieved, d_partition = torch.empty_like(arguments.retrieved), torch.empty_like(arguments.log_partition)
+    d_updates = [torch.empty_like(update) for update in arguments.updates]
+    learned = arguments.coefficients if arguments.gates else None
     d_coefficients = None if learned is None else torch.empty_like(learned)
-    present = [parameter for parameter in (given.query, *given.gates, given.norm) if parameter is not None]
+    present = [parameter for parameter in (arguments.query, *arguments.gates, arguments.norm) if parameter is not None]
     partial = [parameter.new_zeros(parts(tokens), *parameter.shape) for parameter in present]
     rows = (
         d_h.data_ptr(),
-        tokenwise(d_next, 2) if given.gates else ABSENT[3],
+        tokenwise(d_next, 2) if arguments.gates else ABSENT[3],
         stream_addresses([d_retrieved])[0],
         tokenwise(d_partition, 1),
         addresses(d_updates),
@@ -197,12 +196,13 @@ def read_backward(d_h: Tensor, d_next: Tensor, given: ReadArguments) -> list[Ten
 
     def work(part: int, first: int, last: int) -> None:
         own = iter([array(d_parameter[part]) for d_parameter in partial])
-        d_queries = ABSENT[2] if given.query is None else next(own)
-        d_gates = _three([next(own) for _ in given.gates])
-        _read_backward(first, last, inputs, rows, d_queries, d_gates, ABSENT[1] if given.norm is None else next(own))
+        d_queries = ABSENT[2] if arguments.query is None else next(own)
+        d_gates = _pad_to_three([next(own) for _ in arguments.gates])
+        d_norm = ABSENT[1] if arguments.norm is None else next(own)
+        _read_backward(first, last, inputs, rows, d_queries, d_gates, d_norm)
 
-    share(work, tokens)
-    live = [d_partition, *d_updates] if given.updates else []
+    parallel_for(work, tokens)
+    live = [d_partition, *d_updates] if arguments.updates else []
     if d_coefficients is not None:
         live.append(d_coefficients)
     return [d_retrieved, *live, *(d_parameter.sum(0) for d_parameter in partial)]
@@ -210,13 +210,13 @@ def read_backward(d_h: Tensor, d_next: Tensor, given: ReadArguments) -> list[Ten
 
 @compiled
 def gate_backward(dz: Any, scale: Any, norm: Any, projected: Any) -> Any:
-    """Of z = scale · norm · e + bias with e = Σ_j x^j·W^j: the gradients of e, of the scale and of the norm."""
+    """The gradients of e = Σ_j x^j·W^j, the scale and the norm through z = scale · norm · e + bias."""
     return np.float32(dz * scale * norm), dz * norm * projected, dz * scale * projected
 
 
 @compiled
 def norm_backward(d_norm: Any, norm: Any, size: int) -> Any:
-    """Of norm = 1 / √(mean x² + eps) over `size` numbers: what, times x, is the gradient of x."""
+    """The factor of x in its gradient through norm = 1 / √(mean x² + eps) over `size` numbers."""
     return np.float32(-d_norm * norm * norm * norm / size)
 
 
@@ -230,30 +230,30 @@ def _read_backward(first: int, last: int, inputs: Any, rows: Any, d_queries: Any
     live = np.zeros((streams if count > 0 else 2, width), np.float32)
     d_live = np.empty((streams, width), np.float32)
     h, d_h = np.empty((outputs, width), np.float32), np.empty((outputs, width), np.float32)
-    given, mixed = np.empty(width, np.float32), np.empty(width, np.float32)
+    gradient, mixed = np.empty(width, np.float32), np.empty(width, np.float32)
     weights, projected = np.empty((4, outputs), np.float32), np.empty(4, np.float32)
     scores, norms, masses, rests = weights
-    opened, written = np.empty((2, 2), np.float32)
-    slopes = np.empty(outputs, np.float32)  # gradients of q·P
-    valued, keyed = np.zeros((2, 2), np.float32)  # what a live stream takes of d_h, and of the queries
+    read_gate, write_gate = np.empty((2, 2), np.float32)
+    slopes = np.empty(outputs, np.float32)  # the gradients of q·P
+    valued, keyed = np.zeros((2, 2), np.float32)  # weights of d_h and of the queries in a live stream's gradient
     for t in range(first, last):
-        load(given, row_of(d_output, t, width, like))
+        load(gradient, row_of(d_output, t, width, like))
         if count > 0:
             live_streams(live, updates, coefficients, t, like)
         _weigh(t, partition, live, queries, key, eps, weights)
         if len(alpha) > 0:
-            scale = _merge_and_gate(t, inputs, live, weights, h, projected, (opened, written))
-            square = blend(mixed, opened[0], h[0], opened[1], h[1])
+            scale = _merge_and_gate(t, inputs, live, weights, h, projected, (read_gate, write_gate))
+            square = blend(mixed, read_gate[0], h[0], read_gate[1], h[1])
             if len(norm) > 0:
-                normalize_backward(given, mixed, norm, square, norm_eps, d_norm)
-            d_opened, d_scale = two_dots(h[0], h[1], given), np.float32(0)
+                normalize_backward(gradient, mixed, norm, square, norm_eps, d_norm)
+            d_read_gate, d_scale = two_dots(h[0], h[1], gradient), np.float32(0)
             for o in range(2):
-                dz = d_opened[o] * opened[o] * (1 - opened[o])
+                dz = d_read_gate[o] * read_gate[o] * (1 - read_gate[o])
                 d_alpha_bias[o] += dz
                 projected[o], ds, dm = gate_backward(dz, alpha_scale[0], scale, projected[o])
                 d_alpha_scale[0] += ds
                 d_scale += dm
-                dz = d_next[count, o, t] * written[o] * (1 - written[o] / 2)
+                dz = d_next[count, o, t] * write_gate[o] * (1 - write_gate[o] / 2)
                 d_beta_bias[o] += dz
                 projected[2 + o], ds, dm = gate_backward(dz, beta_scale[0], scale, projected[2 + o])
                 d_beta_scale[0] += ds
@@ -262,23 +262,24 @@ def _read_backward(first: int, last: int, inputs: Any, rows: Any, d_queries: Any
             a, b, c, e = projected  # by now the gradients of the projections
             for o in range(2):
                 add_to_four((d_alpha[0, o], d_alpha[1, o], d_beta[0, o], d_beta[1, o]), (a, b, c, e), h[o])
-                factors, four = (opened[o], shrink, a, b, c, e), (alpha[0, o], alpha[1, o], beta[0, o], beta[1, o])
-                sum_of_six(d_h[o], factors, (given, h[o], *four))
+                four = (alpha[0, o], alpha[1, o], beta[0, o], beta[1, o])
+                factors = (read_gate[o], shrink, a, b, c, e)
+                sum_of_six(d_h[o], factors, (gradient, h[o], *four))
         else:
-            found = row_of(retrieved[0], t, width, like)
-            square = blend(h[0], masses[0], found, rests[0], live[value[0]])
+            retrieved_row = row_of(retrieved[0], t, width, like)
+            square = blend(h[0], masses[0], retrieved_row, rests[0], live[value[0]])
             if len(norm) > 0:
-                normalize_backward(given, h[0], norm, square, norm_eps, d_norm)
-            d_h[0] = given
+                normalize_backward(gradient, h[0], norm, square, norm_eps, d_norm)
+            d_h[0] = gradient
         for o in range(outputs):
             scaled(row_of(d_retrieved[o], t, width, like), masses[o], d_h[o])
             if count > 0:
-                by_live, by_found = two_dots(live[value[o]], row_of(retrieved[o], t, width, like), d_h[o])
-                d_score = (by_live - by_found) * masses[o] * rests[o]
+                by_live, by_retrieved = two_dots(live[value[o]], row_of(retrieved[o], t, width, like), d_h[o])
+                d_score = (by_live - by_retrieved) * masses[o] * rests[o]
                 d_partition[o, t] = -d_score
                 slopes[o] = d_score * norms[o]
                 add(d_queries[o], slopes[o], live[key[o]])
-        keep, taken, shrunk = np.float32(1), np.float32(0), np.float32(0)
+        keep, d_projected, shrunk = np.float32(1), np.float32(0), np.float32(0)
         if len(rho) > 0:
             square, product = _project(live, rho[0])
             whole = inverse_norm(square, live.size, eps)
@@ -288,11 +289,11 @@ def _read_backward(first: int, last: int, inputs: Any, rows: Any, d_queries: Any
                 d_keep += (d_next[k, 0, t] - d_next[k, 1, t]) * (coefficients[k, 0, t] - coefficients[k, 1, t])
             dz = d_keep * keep * (1 - keep)
             d_rho_bias[0] += dz
-            taken, ds, dm = gate_backward(dz, rho_scale[0], whole, product)
+            d_projected, ds, dm = gate_backward(dz, rho_scale[0], whole, product)
             d_rho_scale[0] += ds
             shrunk = norm_backward(dm, whole, live.size)
             for j in range(2):
-                add(d_rho[0, j], taken, live[j])
+                add(d_rho[0, j], d_projected, live[j])
         if count > 0:
             for j in range(streams):
                 itself = shrunk
@@ -303,7 +304,7 @@ def _read_backward(first: int, last: int, inputs: Any, rows: Any, d_queries: Any
                 gate = rho[0, j] if len(rho) > 0 else live[j]
                 sum_of_six(
                     d_live[j],
-                    (valued[0], valued[1], keyed[0], keyed[1], itself, taken),
+                    (valued[0], valued[1], keyed[0], keyed[1], itself, d_projected),
                     (d_h[0], d_h[outputs - 1], queries[0], queries[outputs - 1], live[j], gate),
                 )
         for k in range(count):
@@ -317,7 +318,6 @@ def _read_backward(first: int, last: int, inputs: Any, rows: Any, d_queries: Any
 
 
 def write(updates: list[Tensor], coefficients: Tensor) -> Tensor:
-    """See `dualres.ops.autograd.write`."""
     first_update, tokens = updates[0], coefficients[0, 0].numel()
     live = first_update.new_empty(coefficients.shape[1], *first_update.shape)
     arguments = (
@@ -327,7 +327,7 @@ def write(updates: list[Tensor], coefficients: Tensor) -> Tensor:
         first_update.shape[-1],
         LIKE[live.dtype],
     )
-    share(lambda part, first, last: _write(first, last, arguments), tokens)
+    parallel_for(lambda part, first, last: _write(first, last, arguments), tokens)
     return live
 
 
@@ -342,7 +342,6 @@ def _write(first: int, last: int, arguments: Any) -> None:
 
 
 def write_backward(d_live: Tensor, updates: list[Tensor], coefficients: Tensor) -> list[Tensor]:
-    """See `dualres.ops.autograd.write_backward`."""
     tokens = coefficients[0, 0].numel()
     d_updates = [torch.empty_like(d_live[0]) for _ in coefficients]
     d_coefficients = torch.empty_like(coefficients if updates else coefficients[:0])
@@ -355,23 +354,23 @@ def write_backward(d_live: Tensor, updates: list[Tensor], coefficients: Tensor) 
         d_live.shape[-1],
         LIKE[d_live.dtype],
     )
-    share(lambda part, first, last: _write_backward(first, last, arguments), tokens)
+    parallel_for(lambda part, first, last: _write_backward(first, last, arguments), tokens)
     return [*d_updates, *([d_coefficients] if updates else [])]
 
 
 @compiled
 def _write_backward(first: int, last: int, arguments: Any) -> None:
     d_live, updates, coefficients, d_updates, d_coefficients, width, like = arguments
-    row, given = np.empty(width, np.float32), np.empty((len(d_live), width), np.float32)
+    row, gradient = np.empty(width, np.float32), np.empty((len(d_live), width), np.float32)
     for t in range(first, last):
         for j in range(len(d_live)):
-            load(given[j], row_of(d_live[j], t, width, like))
+            load(gradient[j], row_of(d_live[j], t, width, like))
         for k in range(len(d_updates)):
             if len(d_coefficients) > 0:
                 load(row, row_of(updates[k], t, width, like))
                 for j in range(len(d_live)):
-                    d_coefficients[k, j, t] = dot(row, given[j])
+                    d_coefficients[k, j, t] = dot(row, gradient[j])
             row[:] = 0
             for j in range(len(d_live)):
-                add(row, coefficients[k, j, t], given[j])
+                add(row, coefficients[k, j, t], gradient[j])
             store(row_of(d_updates[k], t, width, like), row)

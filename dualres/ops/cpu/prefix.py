@@ -1,7 +1,7 @@
 """Phase 1 on a CPU: a token reads its history from memory once, forward and backward.
 
-Its rows are copied side by side: where they lie, a power of two apart, they would drive each other out of the cache
-between the search for their weights and their sum.
+Its rows are copied next to each other: in place, a power of two apart, they would evict each other from the cache
+between the computation of their weights and of their sum.
 """
 # N tokens  D width  J stored streams  O output streams  R history  U query sets  M = U·O queries
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dualres.ops.cpu.compiler import compiled
-from dualres.ops.cpu.launch import LIKE, Array, array, parts, share, stream_addresses, tokenwise
+from dualres.ops.cpu.launch import LIKE, Array, array, parallel_for, parts, stream_addresses, tokenwise
 from dualres.ops.cpu.rows import (
     add_rows,
     add_rows_to_two,
@@ -31,7 +31,6 @@ from dualres.ops.cpu.rows import (
 
 
 def prefix(history: list[Tensor], queries: Tensor, key: list[int], value: list[int], eps: float) -> list[Tensor]:
-    """See `dualres.ops.autograd.prefix`."""
     state, (sets, outputs, _) = history[0], queries.shape
     tokens = state[0, ..., 0].numel()
     retrieved = [state.new_empty(outputs, *state.shape[1:]) for _ in range(sets)]
@@ -53,60 +52,60 @@ def prefix(history: list[Tensor], queries: Tensor, key: list[int], value: list[i
         tokenwise(logits.flatten(1, 2), 2),
         tokenwise(norms, 2),
     )
-    share(lambda part, first, last: _forward(first, last, inputs, results), tokens)
+    parallel_for(lambda part, first, last: _forward(first, last, inputs, results), tokens)
     return [*retrieved, *partition, logits, norms]
 
 
 @functools.cache
-def by_stream(chosen: tuple[int, ...], streams: int, sets: int) -> Array:
-    """The queries m whose output stream has chosen stored stream j; −1 fills the rows. -> (J,M+2)"""
-    own = [_queries_of(j, chosen, sets) for j in range(streams)]
-    return np.array([row + [-1] * (sets * len(chosen) + 2 - len(row)) for row in own])
+def by_stream(stream_of_output: tuple[int, ...], streams: int, sets: int) -> Array:
+    """The queries m whose output stream uses stored stream j, padded with −1. -> (J,M+2)"""
+    own = [_queries_of(j, stream_of_output, sets) for j in range(streams)]
+    return np.array([row + [-1] * (sets * len(stream_of_output) + 2 - len(row)) for row in own])
 
 
 @functools.cache
-def in_pairs(chosen: tuple[int, ...], sets: int) -> Array:
-    """The queries m two by two that have chosen the same stored stream; −1 beside one that is left over. -> (·,2)"""
+def in_pairs(stream_of_output: tuple[int, ...], sets: int) -> Array:
+    """Pairs of queries m that use the same stored stream; −1 completes the last pair of an odd number. -> (·,2)"""
     pairs = []
-    for stream in sorted(set(chosen)):
-        own = _queries_of(stream, chosen, sets)
+    for stream in sorted(set(stream_of_output)):
+        own = _queries_of(stream, stream_of_output, sets)
         pairs += [own[n : n + 2] if n + 1 < len(own) else [own[n], -1] for n in range(0, len(own), 2)]
     return np.array(pairs)
 
 
-def _queries_of(stream: int, chosen: tuple[int, ...], sets: int) -> list[int]:
-    """The queries m of all sets whose output stream has chosen that stored stream."""
-    return [m for m in range(sets * len(chosen)) if chosen[m % len(chosen)] == stream]
+def _queries_of(stream: int, stream_of_output: tuple[int, ...], sets: int) -> list[int]:
+    """The queries m of all sets whose output stream uses `stream`."""
+    return [m for m in range(sets * len(stream_of_output)) if stream_of_output[m % len(stream_of_output)] == stream]
 
 
 @compiled
 def _forward(first: int, last: int, inputs: Any, results: Any) -> None:
-    history, queries, scoring, value, pairs, eps, like = inputs
+    history, queries, queries_by_key, value, pairs, eps, like = inputs
     retrieved, partition, logits, norms = results
-    states, asked, _ = logits.shape
+    states, query_count, _ = logits.shape
     streams, width = norms.shape[1], queries.shape[1]
     rows, totals = np.empty((streams, states, width), np.float32), np.empty((2, width), np.float32)
     single = np.empty(0, np.float32)
-    weights = np.empty((asked, states), np.float32)  # first the logits
+    weights = np.empty((query_count, states), np.float32)  # first the logits
     for t in range(first, last):
         for r in range(states):
             for j in range(streams):
                 row = rows[j, r]
-                a, b = max(scoring[j, 0], 0), max(scoring[j, 0], scoring[j, 1], 0)
+                a, b = max(queries_by_key[j, 0], 0), max(queries_by_key[j, 0], queries_by_key[j, 1], 0)
                 read = row_of(history[r, j], t, width, like)
                 square, one, two = load_with_dots(row, read, queries[a], queries[b])
                 prefetch_row(history[r, j], min(t + 1, last - 1), width, like, 0, 2)
                 norm = np.float32(1 / math.sqrt(square / width + eps))
                 norms[r, j, t] = norm
                 n = 0
-                while scoring[j, n] >= 0:
+                while queries_by_key[j, n] >= 0:
                     weights[a, r], weights[b, r] = one * norm, two * norm
                     logits[r, a, t], logits[r, b, t] = weights[a, r], weights[b, r]
                     n += 2 if b > a else 1
-                    if scoring[j, n] >= 0:
-                        a, b = scoring[j, n], max(scoring[j, n], scoring[j, n + 1])
+                    if queries_by_key[j, n] >= 0:
+                        a, b = queries_by_key[j, n], max(queries_by_key[j, n], queries_by_key[j, n + 1])
                         one, two = two_dots(queries[a], queries[b], row)
-        for m in range(asked):
+        for m in range(query_count):
             highest = weights[m, 0]
             for r in range(1, states):
                 highest = max(highest, weights[m, r])
@@ -115,7 +114,7 @@ def _forward(first: int, last: int, inputs: Any, results: Any) -> None:
                 weights[m, r] = math.exp(weights[m, r] - highest)
                 mass += weights[m, r]
                 for j in range(streams):
-                    prefetch_row(history[r, j], min(t + 1, last - 1), width, like, asked + m, 2 * asked)
+                    prefetch_row(history[r, j], min(t + 1, last - 1), width, like, query_count + m, 2 * query_count)
             for r in range(states):
                 weights[m, r] /= mass
             row_of(partition[m], t, 1, single)[0] = highest + math.log(mass)
@@ -145,7 +144,6 @@ def prefix_backward(
     key: list[int],
     value: list[int],
 ) -> list[Tensor]:
-    """See `dualres.ops.autograd.prefix_backward`."""
     state, (sets, _, _) = history[0], queries.shape
     tokens = state[0, ..., 0].numel()
     d_history = [torch.empty_like(state) for state in history]
@@ -166,39 +164,40 @@ def prefix_backward(
         stream_addresses(d_history),
         LIKE[state.dtype],
     )
-    share(lambda part, first, last: _backward(first, last, arguments, partial[part]), tokens)
+    parallel_for(lambda part, first, last: _backward(first, last, arguments, partial[part]), tokens)
     return [*d_history, d_queries.sum(0)]
 
 
 @functools.cache
 def terms_of_states(key: tuple[int, ...], value: tuple[int, ...], streams: int, sets: int) -> Array:
-    """The rows of the bank that make the gradient of stored stream j, filled to fours with the zero row. -> (J,·)"""
-    asked = sets * len(key)
-    own = [_queries_of(j, value, sets) + [asked + m for m in _queries_of(j, key, sets)] for j in range(streams)]
+    """The rows of the bank in the gradient of stored stream j, padded to fours with the zero row. -> (J,·)"""
+    query_count = sets * len(key)
+    own = [_queries_of(j, value, sets) + [query_count + m for m in _queries_of(j, key, sets)] for j in range(streams)]
     longest = -(-max(len(row) for row in own) // 4) * 4
-    return np.array([row + [2 * asked] * (longest - len(row)) for row in own])
+    return np.array([row + [2 * query_count] * (longest - len(row)) for row in own])
 
 
 @compiled
 def _backward(first: int, last: int, arguments: Any, d_queries: Any) -> None:
     d_retrieved, d_partition, history, queries, partition, logits, norms = arguments[:7]
-    key, pairs, returning, terms, d_history, like = arguments[7:]
-    states, asked, _ = logits.shape
+    key, pairs, queries_by_value, terms, d_history, like = arguments[7:]
+    states, query_count, _ = logits.shape
     streams, width = norms.shape[1], queries.shape[1]
     rows, totals = np.empty((streams, states, width), np.float32), np.empty((2, width), np.float32)
     single = np.empty(0, np.float32)
-    # The gradient of a state is a sum of gradients of what was retrieved, and of queries: rows of the bank, the last of
-    # them zero, with a row of `scores` each.
-    bank, scores = np.zeros((2 * asked + 1, width), np.float32), np.zeros((2 * asked + 1, states), np.float32)
-    p = scores[:asked]  # the weights of the softmax
-    scored = scores[asked : 2 * asked]  # first the logits, then their gradients times the norms
-    da = np.empty((asked, states), np.float32)  # gradients of the weights, then of the logits
-    shrink = np.empty((streams, states), np.float32)  # what the norms take from a state, times itself
+    # The gradient of a state is a weighted sum of the gradients of the retrieved states, and of the queries: these are
+    # the rows of the bank, whose last row is zero, and `scores` has their weights.
+    size = 2 * query_count + 1
+    bank, scores = np.zeros((size, width), np.float32), np.zeros((size, states), np.float32)
+    p = scores[:query_count]  # the weights of the softmax
+    scored = scores[query_count : 2 * query_count]  # first the logits, then their gradients times the norms
+    da = np.empty((query_count, states), np.float32)  # gradients of the weights, then of the logits
+    shrink = np.empty((streams, states), np.float32)  # the factor of a state in its own gradient, through its norm
     weights = np.empty((2, terms.shape[1]), np.float32)
-    for m in range(asked):
-        load(bank[asked + m], queries[m])
+    for m in range(query_count):
+        load(bank[query_count + m], queries[m])
     for t in range(first, last):
-        for m in range(asked):
+        for m in range(query_count):
             load(bank[m], row_of(d_retrieved[m], t, width, like))
             log_mass = row_of(partition[m], t, 1, single)[0]
             for r in range(states):
@@ -207,34 +206,34 @@ def _backward(first: int, last: int, arguments: Any, d_queries: Any) -> None:
         for r in range(states):
             for j in range(streams):
                 row = rows[j, r]
-                a, b = max(returning[j, 0], 0), max(returning[j, 0], returning[j, 1], 0)
+                a, b = max(queries_by_value[j, 0], 0), max(queries_by_value[j, 0], queries_by_value[j, 1], 0)
                 read = row_of(history[r, j], t, width, like)
                 _, one, two = load_with_dots(row, read, bank[a], bank[b])
                 prefetch_row(history[r, j], min(t + 1, last - 1), width, like, 0, 2)
                 n = 0
-                while returning[j, n] >= 0:
+                while queries_by_value[j, n] >= 0:
                     da[a, r], da[b, r] = one, two
                     n += 2 if b > a else 1
-                    if returning[j, n] >= 0:
-                        a, b = returning[j, n], max(returning[j, n], returning[j, n + 1])
+                    if queries_by_value[j, n] >= 0:
+                        a, b = queries_by_value[j, n], max(queries_by_value[j, n], queries_by_value[j, n + 1])
                         one, two = two_dots(bank[a], bank[b], row)
         shrink[:] = 0
-        for m in range(asked):
+        for m in range(query_count):
             heaviest = 0
             for r in range(1, states):
                 heaviest = r if p[m, r] > p[m, heaviest] else heaviest
-            most, delta = da[m, heaviest], np.float32(0)
+            reference, delta = da[m, heaviest], np.float32(0)
             for r in range(states):
-                da[m, r] -= most  # da − Σ p da would lose its digits where one weight is nearly 1
+                da[m, r] -= reference  # da − Σ p da would lose its digits where one weight is nearly 1
                 delta += p[m, r] * da[m, r]
-            given = row_of(d_partition[m], t, 1, single)[0]
+            d_log_mass = row_of(d_partition[m], t, 1, single)[0]
             for r in range(states):
-                da[m, r] = p[m, r] * (da[m, r] - delta + given)
+                da[m, r] = p[m, r] * (da[m, r] - delta + d_log_mass)
                 norm, logit = norms[r, key[m], t], scored[m, r]
                 scored[m, r] = da[m, r] * norm
                 shrink[key[m], r] -= scored[m, r] * norm * logit / width
                 for j in range(streams):
-                    prefetch_row(history[r, j], min(t + 1, last - 1), width, like, asked + m, 2 * asked)
+                    prefetch_row(history[r, j], min(t + 1, last - 1), width, like, query_count + m, 2 * query_count)
         for j in range(streams):
             for r in range(0, states, 2):
                 for n in range(len(terms[j])):

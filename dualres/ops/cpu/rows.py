@@ -1,4 +1,4 @@
-"""Rows in compiled loops: found by address, prefetched, widened to float32, computed with, rounded back."""
+"""Row operations of compiled loops: access by address, prefetch, conversion to and from float32, arithmetic."""
 # D width
 
 import functools
@@ -14,12 +14,12 @@ from numba.extending import intrinsic, overload
 
 from dualres.ops.cpu.compiler import compiled, compiled_rows
 
-LINE = 64  # bytes that memory delivers at a time
+LINE = 64  # bytes of a cache line
 
 
 @intrinsic
 def pointer(context: Any, address: Any, like: Any) -> Any:
-    """The address as a pointer to what `like` holds."""
+    """The address as a pointer to elements of the type of `like`."""
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
@@ -35,7 +35,7 @@ def row_of(address: int, token: int, width: int, like: Any) -> Any:
 
 @intrinsic
 def prefetch(context: Any, address: Any) -> Any:
-    """Ask memory for a line that will be read."""
+    """Prefetch a cache line."""
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
@@ -50,9 +50,9 @@ def prefetch(context: Any, address: Any) -> Any:
 
 @compiled
 def prefetch_row(address: int, token: int, width: int, like: Any, part: int, parts: int) -> None:
-    """Ask memory for a part of a row that comes soon: a row is too short for the processor to see the stream by itself.
+    """Prefetch a part of a row that is read soon: a row is too short for the hardware prefetcher to detect.
 
-    Asked for all at once, the lines queue up and what is computed meanwhile waits behind them.
+    If all lines were requested at once, they would queue up and stall the computation in between.
     """
     size = width * like.itemsize
     begin = address + token * size
@@ -61,7 +61,7 @@ def prefetch_row(address: int, token: int, width: int, like: Any, part: int, par
 
 
 def conversion(source: Any, result: Any) -> Any:
-    """A function of compiled code from one type to another, written by an LLVM builder."""
+    """A decorator for conversions between types in compiled code, written with an LLVM builder."""
 
     def of(code: Callable[[Any, Any], Any]) -> Any:
         @intrinsic
@@ -81,7 +81,7 @@ def from_bfloat16(builder: Any, bits: Any) -> Any:
 
 @conversion(types.float32, types.uint16)
 def to_bfloat16(builder: Any, number: Any) -> Any:
-    """To the nearest, ties to even; a NaN stays one."""
+    """Round to nearest, ties to even; NaN stays NaN."""
     bits = builder.bitcast(number, ir.IntType(32))
     word = lambda n: ir.Constant(ir.IntType(32), n)  # noqa: E731
     odd = builder.and_(builder.lshr(bits, word(16)), word(1))
@@ -101,7 +101,7 @@ def to_float16(builder: Any, number: Any) -> Any:
 
 
 def by_type(choose: Callable[..., Any]) -> Any:
-    """A function of compiled code: the one that `choose` returns for the types of the arguments."""
+    """A decorator for functions of compiled code: `choose` returns the implementation for its argument types."""
 
     @functools.wraps(choose)
     def function(*arguments: Any) -> Any:
@@ -145,7 +145,7 @@ def store(into: Any, row: Any) -> None:
 
 @by_type
 def target(row: Any, space: Any) -> Any:
-    """Where to compute a result for `row`: there, if it is float32, or else in `space`. Then comes `finish`."""
+    """Where to compute a result for `row`: in place if it is float32, otherwise in `space`. `finish` stores it."""
     if row.dtype == types.float32:
         return lambda row, space: row
     return lambda row, space: space
@@ -170,7 +170,7 @@ def dot(a: Any, b: Any) -> Any:
 
 @compiled_rows
 def two_dots(a: Any, b: Any, row: Any) -> Any:
-    """a · row and b · row, reading the row once; b and the row may be a stream's."""
+    """a · row and b · row, reading the row once; b and row may have a stream's dtype."""
     first, second = np.float32(0), np.float32(0)
     for d in range(len(row)):
         x = number(row[d])
@@ -181,7 +181,7 @@ def two_dots(a: Any, b: Any, row: Any) -> Any:
 
 @compiled_rows
 def load_with_dots(into: Any, row: Any, a: Any, b: Any) -> Any:
-    """`load`, and of what was loaded the square, a · row and b · row. (D,), (D,), (D,), (D,) -> 3 numbers"""
+    """`load`, and row · row, a · row and b · row. (D,), (D,), (D,), (D,) -> 3 numbers"""
     square, first, second = np.float32(0), np.float32(0), np.float32(0)
     for d in range(len(into)):
         x = number(row[d])
@@ -194,7 +194,7 @@ def load_with_dots(into: Any, row: Any, a: Any, b: Any) -> Any:
 
 @compiled_rows
 def blend(into: Any, own: Any, row: Any, rest: Any, other: Any) -> Any:
-    """into = own · row + rest · other, and its square; `into` and the row may be a stream's. -> 1"""
+    """into = own · row + rest · other; `into` and `row` may have a stream's dtype. -> its squared norm"""
     square = np.float32(0)
     for d in range(len(into)):
         x = own * number(row[d]) + rest * other[d]
@@ -205,7 +205,7 @@ def blend(into: Any, own: Any, row: Any, rest: Any, other: Any) -> Any:
 
 @compiled_rows
 def blend_with_dots(into: Any, own: Any, row: Any, rest: Any, other: Any, four: Any) -> Any:
-    """`blend`, its square and its products with four rows, in one pass. -> 5 numbers"""
+    """`blend`, and the result's dot products with four rows, in one pass. -> 5 numbers"""
     a, b, c, e = four
     square, one, two = np.float32(0), np.float32(0), np.float32(0)
     three, last = np.float32(0), np.float32(0)
@@ -222,7 +222,7 @@ def blend_with_dots(into: Any, own: Any, row: Any, rest: Any, other: Any, four: 
 
 @compiled_rows
 def add(total: Any, weight: Any, row: Any) -> None:
-    """total += weight · row, which may be a stream's"""
+    """total += weight · row; row may have a stream's dtype"""
     for d in range(len(row)):
         total[d] += weight * number(row[d])
 
@@ -275,7 +275,7 @@ def add_rows(total: Any, weights: Any, rows: Any) -> None:
 
 @compiled_rows
 def add_rows_to_two(total: Any, other: Any, weights: Any, others: Any, rows: Any) -> None:
-    """`add_rows` to two totals, each with its weights, reading the rows once. (D,), (D,), (n,), (n,), (n,D)"""
+    """`add_rows` to two totals, each with its own weights, reading the rows once. (D,), (D,), (n,), (n,), (n,D)"""
     n, count = 0, len(weights)
     while n + 4 <= count:
         a, b, c, e = rows[n], rows[n + 1], rows[n + 2], rows[n + 3]
@@ -324,37 +324,37 @@ def sum_chosen_for_two(totals: Any, own: Any, rows: Any, weights: Any, bank: Any
 
 @compiled_rows
 def scaled(total: Any, weight: Any, row: Any) -> None:
-    """total, which may be a stream's, = weight · row"""
+    """total = weight · row; total may have a stream's dtype"""
     for d in range(len(total)):
         total[d] = rounded(weight * row[d], total)
 
 
 @compiled_rows
 def inverse_norm(square: Any, size: int, eps: float) -> Any:
-    """1 / √(mean x² + eps) of `size` numbers with that square."""
+    """1 / √(mean x² + eps) of `size` numbers whose squares sum to `square`."""
     return np.float32(1 / math.sqrt(square / size + eps))
 
 
 @compiled_rows
 def normalize(row: Any, weight: Any, square: Any, eps: float) -> None:
-    """The norm of the branch, in place, of a row whose square is known. (D,), (D,), 1"""
+    """Apply the branch's norm in place to a row with the squared norm `square`. (D,), (D,), 1"""
     factor = inverse_norm(square, len(row), eps)
     for d in range(len(row)):
         row[d] *= factor * weight[d]
 
 
 @compiled_rows
-def normalize_backward(given: Any, row: Any, weight: Any, square: Any, eps: float, d_weight: Any) -> None:
-    """Turns the gradient of what `normalize` made of the row into the row's; adds to the weight's.
+def normalize_backward(gradient: Any, row: Any, weight: Any, square: Any, eps: float, d_weight: Any) -> None:
+    """Turn the gradient of `normalize`'s result into the row's, in place; add to the weight's gradient.
 
     3 × (D,), 1, 1, (D,)
     """
     factor = inverse_norm(square, len(row), eps)
     product = np.float32(0)
     for d in range(len(row)):
-        x = given[d] * row[d]
+        x = gradient[d] * row[d]
         d_weight[d] += factor * x
         product += weight[d] * x
     shrink = np.float32(factor * factor * factor * product / len(row))
     for d in range(len(row)):
-        given[d] = factor * weight[d] * given[d] - shrink * row[d]
+        gradient[d] = factor * weight[d] * gradient[d] - shrink * row[d]

@@ -1,4 +1,4 @@
-"""The fused operators as Triton kernels; `autograd` says what each computes and returns."""
+"""The fused operators as Triton kernels; `autograd` defines what each computes and returns."""
 
 from dualres.ops.triton.hyper import hyper_read
 from dualres.ops.triton.hyper_backward import hyper_read_backward

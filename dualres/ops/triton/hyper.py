@@ -1,6 +1,6 @@
 """What a branch of mHC reads, on a GPU: two passes over its rows, with the token-wise gates and Sinkhorn between them.
 
-All gates together are a thin matrix product, so tokens are taken by tiles and their live streams are made tile by tile;
+All gates together are a thin matrix product, so tokens and their live streams are processed in tiles;
 h = Σ_j H_pre^j X^j = Σ_k w_k u_k with w_k = Σ_j H_pre^j C_k^j is then a sum over the updates.
 """
 # N tokens  D width  J streams  K updates  G gate values: J of H_pre, J of H_post, J·J of H_res
@@ -18,12 +18,12 @@ from dualres.ops.arguments import HyperReadArguments
 from dualres.ops.triton import tiles
 from dualres.ops.triton.launch import INTERPRETED, Tiling, launch, pointers, rows
 
-LANES = 128  # tokens of a program that works on token-wise numbers
-FAR = tl.constexpr(-1e30)  # the logit of an entry that pads the matrix: finite, because −∞ − (−∞) is not a number
+LANES = 128  # tokens per program of the kernels on token-wise numbers
+PADDING_LOGIT = tl.constexpr(-1e30)  # of entries that pad the matrix: finite, because −∞ − (−∞) is NaN
 
 
 class Gates(NamedTuple):
-    """The three gates as one."""
+    """The three gates, concatenated."""
 
     weight: Tensor  # (G,J,D)
     scale: Tensor  # (G,)
@@ -31,34 +31,33 @@ class Gates(NamedTuple):
 
 
 class Mixing(NamedTuple):
-    """The gates of every token and what is made of them, all float32."""
+    """The gate projections of every token and the results of the gates, all float32."""
 
     projected: Tensor  # x W (G,N)
     scale: Tensor  # the inverse norm of the live streams (N,)
     next_coefficients: Tensor  # (K+1,J,N)
     weights: Tensor  # of the updates in h (K,N)
-    potentials: Tensor | None  # log of what each Sinkhorn step divided the columns and the rows by (steps,2,J,N)
+    potentials: Tensor | None  # the log column and row sums that each Sinkhorn step divided by (steps,2,J,N)
 
 
-def hyper_read(given: HyperReadArguments) -> tuple[Tensor, Tensor]:
-    """`autograd.hyper_read`."""
-    updates, mixing = given.updates, mix(given, join(given.gates), keep=False)
+def hyper_read(arguments: HyperReadArguments) -> tuple[Tensor, Tensor]:
+    updates, norm, mixing = arguments.updates, arguments.norm, mix(arguments, join(arguments.gates), keep=False)
     h, tokens = torch.empty_like(updates[0]), mixing.scale.numel()
     tiling = rows(tokens, h.shape[-1])
-    launch(_sum_rows, tiling, pointers(updates), mixing.weights, given.norm, h, tokens, len(updates), given.norm_eps)
-    return h, mixing.next_coefficients.view(len(updates) + 1, *given.coefficients.shape[1:])
+    launch(_sum_rows, tiling, pointers(updates), mixing.weights, norm, h, tokens, len(updates), arguments.norm_eps)
+    return h, mixing.next_coefficients.view(len(updates) + 1, *arguments.coefficients.shape[1:])
 
 
 def join(gates: list[Tensor]) -> Gates:
-    """H_pre, H_post and H_res, each weight, scale and bias, as one gate with a scale for every value."""
+    """H_pre, H_post and H_res as one gate, with a scale for every value."""
     weights, scales, biases = gates[0::3], gates[1::3], gates[2::3]
     scale = torch.cat([scale.expand(len(bias)) for scale, bias in zip(scales, biases, strict=True)])
     return Gates(torch.cat(weights), scale, torch.cat(biases))
 
 
 def matrix_tiles(tokens: int, gates: Gates) -> Tiling:
-    """For the matrix units: tokens by columns, over more warps where more streams of a tile are alive at once; few
-    large tiles for the interpreter."""
+    """Tiles of tokens by columns for the matrix units, with more warps for more streams; for the interpreter, few
+    large tiles."""
     values, streams, width = gates.weight.shape
     tile_tokens, tile_width, warps = (32, 64, 1) if INTERPRETED else (16, 32, 4 if streams <= 4 else 8)
     constants = {
@@ -74,14 +73,14 @@ def matrix_tiles(tokens: int, gates: Gates) -> Tiling:
 
 
 def lane_tiles(tokens: int, streams: int) -> Tiling:
-    """For token-wise numbers: a token in each lane of a program."""
+    """Tiles for token-wise numbers, with one token per lane of a program."""
     constants = {"STREAMS": streams, "PADDED": triton.next_power_of_2(streams), "LANES": LANES}
     return Tiling((triton.cdiv(tokens, LANES),), 4, constants)
 
 
-def mix(given: HyperReadArguments, gates: Gates, keep: bool) -> Mixing:
-    """The gates of every token, and the coefficients that its write leaves; `keep` the potentials for a backward."""
-    coefficients = given.coefficients
+def mix(arguments: HyperReadArguments, gates: Gates, keep: bool) -> Mixing:
+    """The gates of every token and its next coefficients; `keep` stores the potentials for a backward pass."""
+    coefficients = arguments.coefficients
     count, streams = coefficients.shape[:2]
     tokens, new = coefficients[0, 0].numel(), coefficients.new_empty
     mixing = Mixing(
@@ -89,21 +88,21 @@ def mix(given: HyperReadArguments, gates: Gates, keep: bool) -> Mixing:
         scale=new(tokens),
         next_coefficients=new(count + 1, streams, tokens),
         weights=new(count, tokens),
-        potentials=new(given.steps, 2, streams, tokens) if keep else None,
+        potentials=new(arguments.steps, 2, streams, tokens) if keep else None,
     )
     launch(
         _project,
         matrix_tiles(tokens, gates),
-        pointers(given.updates),
+        pointers(arguments.updates),
         coefficients,
         gates.weight,
         mixing.projected,
         mixing.scale,
         tokens,
         count,
-        given.eps,
+        arguments.eps,
     )
-    launch(_mix, lane_tiles(tokens, streams), coefficients, gates, mixing, tokens, count, given.steps)
+    launch(_mix, lane_tiles(tokens, streams), coefficients, gates, mixing, tokens, count, arguments.steps)
     return mixing
 
 
@@ -145,14 +144,14 @@ def _project(
 
 
 class Lanes(NamedTuple):
-    """The matrices of a program's tokens, (PADDED, PADDED, LANES): entry i, j is real below STREAMS."""
+    """The matrices of a program's tokens, (PADDED, PADDED, LANES): entries with i or j ≥ STREAMS are padding."""
 
     tokens: Any  # N
     i: Any
     j: Any
     token: Any
     present: Any
-    of_row: Any  # whether there is such a token and such a row
+    of_row: Any  # whether the token and the row exist
     of_column: Any
     inverse: Any  # the inverse norm of the live streams
 
@@ -177,10 +176,10 @@ def gate_logits(gates, mixing, value, lanes, mask):
 
 @triton.jit
 def mixing_logits(gates, mixing, lanes, STREAMS: tl.constexpr):
-    """The logits of H_res; the padding is a matrix of its own, far from the real one."""
+    """The logits of H_res; the padding forms a separate block that does not mix with the real entries."""
     real = lanes.of_row & (lanes.j < STREAMS)
     z = gate_logits(gates, mixing, (2 + lanes.i) * STREAMS + lanes.j, lanes, real)
-    return tl.where((lanes.i < STREAMS) == (lanes.j < STREAMS), z, FAR)
+    return tl.where((lanes.i < STREAMS) == (lanes.j < STREAMS), z, PADDING_LOGIT)
 
 
 @triton.jit
@@ -201,8 +200,8 @@ def _mix(
     PADDED: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """[H_res C, H_post] and Σ_j H_pre^j C^j. Sinkhorn by its potentials: log H_res = z − f_i − g_j, where the columns
-    give g = lse_i(z − f) and then the rows f = lse_j(z − g)."""
+    """[H_res C, H_post] and Σ_j H_pre^j C^j. Sinkhorn by its potentials: log H_res = z − f_i − g_j, where the
+    columns give g = lse_i(z − f), then the rows f = lse_j(z − g)."""
     lanes = lanes_of_program(mixing, tokens, STREAMS, PADDED, LANES)
     i, j, token, of_row, of_column = lanes.i, lanes.j, lanes.token, lanes.of_row, lanes.of_column
     z = mixing_logits(gates, mixing, lanes, STREAMS)
@@ -218,8 +217,8 @@ def _mix(
     pre = tl.sigmoid(gate_logits(gates, mixing, j, lanes, of_column))
     for k in range(0, count):
         c = tl.load(coefficients + (k * STREAMS + j) * tokens + token, of_column, other=0.0)
-        moved = tl.sum(matrix * c, 1, keep_dims=True)
-        tl.store(mixing.next_coefficients + (k * STREAMS + i) * tokens + token, moved, of_row)
+        mixed_coefficient = tl.sum(matrix * c, 1, keep_dims=True)
+        tl.store(mixing.next_coefficients + (k * STREAMS + i) * tokens + token, mixed_coefficient, of_row)
         tl.store(mixing.weights + k * tokens + token, tl.sum(pre * c, 1, keep_dims=True), lanes.present)
     post = tl.sigmoid(gate_logits(gates, mixing, STREAMS + j, lanes, of_column))
     tl.store(mixing.next_coefficients + (count * STREAMS + j) * tokens + token, 2 * post, of_column)

@@ -1,7 +1,7 @@
 """The gradient of what a branch of mHC reads, on a GPU.
 
-Passes over the rows and token-wise kernels take turns: the gates again; d h · u_k; through Sinkhorn to the gradient of
-every gate value; then, tile by tile, the gradients of the rows, and those of the weights over chunks of tokens.
+Passes over the rows alternate with token-wise kernels: they recompute the gates and dh · u_k, go back through Sinkhorn
+to the gradient of every gate value, then compute row gradients by tiles and weight gradients by chunks of tokens.
 """
 # N tokens  D width  J streams  K updates  G gate values: J of H_pre, J of H_post, J·J of H_res
 # ruff: noqa: N803
@@ -18,12 +18,11 @@ from dualres.ops.triton.hyper import gate_logits, join, lane_tiles, lanes_of_pro
 from dualres.ops.triton.launch import launch, pointers, rows
 
 
-def hyper_read_backward(d_h: Tensor, d_next: Tensor, given: HyperReadArguments) -> list[Tensor]:
-    """`autograd.hyper_read_backward`."""
-    coefficients, norm = given.coefficients, given.norm
-    joined, updates = join(given.gates), pointers(given.updates)
+def hyper_read_backward(d_h: Tensor, d_next: Tensor, arguments: HyperReadArguments) -> list[Tensor]:
+    coefficients, norm = arguments.coefficients, arguments.norm
+    joined, updates = join(arguments.gates), pointers(arguments.updates)
     count, streams = coefficients.shape[:2]
-    mixing = mix(given, joined, keep=True)
+    mixing = mix(arguments, joined, keep=True)
     tokens, width = mixing.scale.numel(), d_h.shape[-1]
     products = torch.empty_like(mixing.weights)  # d h · u_k (K,N)
     normed = mixing.scale.new_empty(2, tokens)  # dh = normed[0] · w ⊙ dy − normed[1] · h
@@ -38,7 +37,7 @@ def hyper_read_backward(d_h: Tensor, d_next: Tensor, given: HyperReadArguments) 
         normed,
         tokens,
         count,
-        given.norm_eps,
+        arguments.norm_eps,
     )
     d_logits = torch.empty_like(mixing.projected)  # dz (G,N)
     d_coefficients = torch.empty_like(coefficients)
@@ -56,11 +55,11 @@ def hyper_read_backward(d_h: Tensor, d_next: Tensor, given: HyperReadArguments) 
         d_coefficients,
         tokens,
         count,
-        given.steps,
+        arguments.steps,
     )
     factors = d_logits * mixing.scale * joined.scale[:, None]  # of W in dX, of X in dW (G,N)
     shrinks = (factors * mixing.projected).sum(0) * mixing.scale.square() / (streams * width)  # by the norm of X (N,)
-    d_updates = [torch.empty_like(update) for update in given.updates]
+    d_updates = [torch.empty_like(update) for update in arguments.updates]
     tiling = matrix_tiles(tokens, joined)
     launch(
         _row_gradients,
@@ -98,7 +97,7 @@ def hyper_read_backward(d_h: Tensor, d_next: Tensor, given: HyperReadArguments) 
         count,
         tiling.chunk,
     )
-    sizes = [len(bias) for bias in given.gates[2::3]]
+    sizes = [len(bias) for bias in arguments.gates[2::3]]
     shares = (d_logits * mixing.scale * mixing.projected).split(sizes)  # of the scales
     d_gates = []
     for d_weight, d_scale, d_bias in zip(partial.split(sizes, 1), shares, d_logits.split(sizes), strict=True):
@@ -121,14 +120,14 @@ def _products(
     TOKENS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """dh · u_k, behind the norm of the branch; and the two factors of `norm_backward`."""
+    """dh · u_k, with dh before the branch's norm, and the two factors of `norm_backward`."""
     tile = tiles.rows_of_program(tokens, D, TOKENS, WIDTH)
     gradient = tiles.load_row(d_h, tile)
     if norm is not None:
         mixed = tiles.combine(updates, weights, count, tile, 1)
-        gradient, r, taken = tiles.norm_backward(gradient, mixed[0], norm, norm_eps, tile)
+        gradient, r, norm_shrink = tiles.norm_backward(gradient, mixed[0], norm, norm_eps, tile)
         tiles.store_number(normed, 0, tile, r)
-        tiles.store_number(normed, 1, tile, taken)
+        tiles.store_number(normed, 1, tile, norm_shrink)
     for k in range(0, count):
         tiles.store_number(products, k, tile, tl.sum(gradient * tiles.load_row(tiles.pick(updates, k), tile), 1))
 
@@ -150,9 +149,9 @@ def _mix_backward(
     PADDED: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """dz of every gate value, H_pre, and dC as far as it comes through H_res C.
+    """dz of every gate value, H_pre, and the part of dC through H_res C.
 
-    Half a Sinkhorn step, L' = L − lse(L), has dL = dL' − exp(L') Σ dL': only its results count, from the potentials.
+    Half a Sinkhorn step, L' = L − lse(L), has dL = dL' − exp(L') Σ dL': it needs only L', computed from the potentials.
     """
     lanes = lanes_of_program(mixing, tokens, STREAMS, PADDED, LANES)
     i, j, token, of_row, of_column = lanes.i, lanes.j, lanes.token, lanes.of_row, lanes.of_column
@@ -170,12 +169,12 @@ def _mix_backward(
         d_pre += c * tl.load(products + k * tokens + token, lanes.present, other=0.0)
         d_c = tl.sum(matrix * d_moved, 0, keep_dims=True)
         tl.store(d_coefficients + (k * STREAMS + j) * tokens + token, d_c, of_column)
-    opened = tl.sigmoid(gate_logits(gates, mixing, j, lanes, of_column))
-    tl.store(pre + j * tokens + token, opened, of_column)
-    tl.store(d_logits + j * tokens + token, d_pre * opened * (1 - opened), of_column)
-    opened = tl.sigmoid(gate_logits(gates, mixing, STREAMS + j, lanes, of_column))
+    gate = tl.sigmoid(gate_logits(gates, mixing, j, lanes, of_column))
+    tl.store(pre + j * tokens + token, gate, of_column)
+    tl.store(d_logits + j * tokens + token, d_pre * gate * (1 - gate), of_column)
+    gate = tl.sigmoid(gate_logits(gates, mixing, STREAMS + j, lanes, of_column))
     d_post = tl.load(d_next + (count * STREAMS + j) * tokens + token, of_column, other=0.0)
-    tl.store(d_logits + (STREAMS + j) * tokens + token, d_post * 2 * opened * (1 - opened), of_column)
+    tl.store(d_logits + (STREAMS + j) * tokens + token, d_post * 2 * gate * (1 - gate), of_column)
     d_z = d_matrix * matrix
     for back in range(0, steps):
         step = steps - 1 - back
@@ -237,8 +236,8 @@ def _row_gradients(
         live, weights, mixed = _live_tile(updates, coefficients, pre, count, tile, STREAMS)
         gradient = tiles.load_row(d_h, tile)
         if norm is not None:
-            r, taken = tiles.load_number(normed, 0, tile)[:, None], tiles.load_number(normed, 1, tile)[:, None]
-            gradient = r * tiles.parameter(norm, tile) * gradient - taken * mixed
+            r, norm_shrink = tiles.load_number(normed, 0, tile)[:, None], tiles.load_number(normed, 1, tile)[:, None]
+            gradient = r * tiles.parameter(norm, tile) * gradient - norm_shrink * mixed
         d_live = ()
         for j in tl.static_range(STREAMS):
             weight_at = weight + (value[:, None] * STREAMS + j) * D + column[None, :]
@@ -275,7 +274,7 @@ def _weight_gradients(
     TOKENS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """The chunk's share of dW_g^j = Σ_n factor_g X^j, and of the norm's dw = Σ_n dy ⊙ h r."""
+    """The chunk's part of dW_g^j = Σ_n factor_g X^j, and of the norm's dw = Σ_n dy ⊙ h r."""
     column = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     part = tl.program_id(1).to(tl.int64)
     value = tl.arange(0, PADDED)

@@ -1,4 +1,4 @@
-"""How a kernel is launched: its tiles, its grid and its arguments."""
+"""Kernel launches: tiles, grid and arguments."""
 # mypy: disable-error-code="import-untyped"
 
 from collections.abc import Iterator, Sequence
@@ -8,26 +8,26 @@ import torch
 import triton
 from torch import Tensor
 
-# The interpreter pays per program and per operation, so there a tile holds many tokens; on a GPU it holds one.
+# The interpreter has a cost per program and operation, so its tiles hold many tokens; on a GPU a tile holds one.
 INTERPRETED: bool = triton.knobs.runtime.interpret
 TOKENS = 64 if INTERPRETED else 1
 RESIDENT_WARPS = 8 if INTERPRETED else 2048  # about what a large GPU keeps in flight
-MOST_WARPS = 16  # also the most that a workgroup of 64-lane AMD waves can have
-VECTOR = 8  # elements that a thread holds of a row: 16 bytes of bfloat16
+MAX_WARPS = 16  # also the maximum of a workgroup of 64-lane AMD waves
+VECTOR = 8  # elements of a row per thread: 16 bytes of bfloat16
 
 
 class Tiling(NamedTuple):
-    """How the programs of a kernel divide the tokens and the width among them."""
+    """How the programs of a kernel partition the tokens and the width."""
 
     grid: tuple[int, ...]
     warps: int
-    constants: dict[str, Any]  # of the kernel: D, and TOKENS and WIDTH of a tile
-    chunk: int = 0  # tokens that one program walks through, of a kernel that reduces over the tokens
+    constants: dict[str, Any]  # kernel constants: D, and TOKENS and WIDTH of a tile
+    chunk: int = 0  # tokens per program of a kernel that reduces over the tokens
 
     def by_columns(self, tokens: int) -> "Tiling":
-        """The same tiles for a kernel that reduces over the tokens: its programs walk through chunks of columns.
+        """The same tiles for a kernel that reduces over the tokens: its programs iterate over chunks of columns.
 
-        The chunks depend on the shape alone, so every run adds in the same order, and their sums take a few MB at any
+        The chunks depend only on the shape, so every run sums in the same order; their sums take a few MB at any
         length.
         """
         step, tiles = self.constants["TOKENS"], triton.cdiv(self.constants["D"], self.constants["WIDTH"])
@@ -37,12 +37,12 @@ class Tiling(NamedTuple):
 
 
 def rows(tokens: int, width: int, sums: int = 1) -> Tiling:
-    """Tiles of whole rows: as many warps as give every thread one vector of the row, and more where it keeps many
-    `sums` of rows."""
+    """Tiles of whole rows, with one vector of the row per thread, and more warps if a program keeps many `sums` of
+    rows."""
     padded = triton.next_power_of_2(width)
     warps = max(1, padded // (32 * VECTOR), triton.next_power_of_2(sums) * padded // (32 * 64))
     constants = {"D": width, "TOKENS": TOKENS, "WIDTH": padded}
-    return Tiling((triton.cdiv(tokens, TOKENS),), min(MOST_WARPS, warps), constants)
+    return Tiling((triton.cdiv(tokens, TOKENS),), min(MAX_WARPS, warps), constants)
 
 
 def columns(tokens: int, width: int, sums: int) -> Tiling:
@@ -54,16 +54,16 @@ def columns(tokens: int, width: int, sums: int) -> Tiling:
 
 
 def pointers(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The tensors as one kernel argument, padded to a power of two so that few lengths are compiled."""
+    """The tensors as one kernel argument, padded to a power of two so that kernels compile for few lengths."""
     return (*tensors, *tensors[-1:] * (triton.next_power_of_2(len(tensors)) - len(tensors)))
 
 
 def launch(kernel: Any, tiling: Tiling, *arguments: Any, **constants: Any) -> None:
-    """Start `kernel` on the device of its first tensor, which need not be the current one; not for no tokens."""
+    """Start `kernel` on the device of its first tensor, current or not; do nothing if the grid is empty."""
     if not all(tiling.grid):
         return
     options = {"num_warps": tiling.warps}
-    if not INTERPRETED and not torch.version.hip:  # left alone, ptxas may spill a few to fit one more program
+    if not INTERPRETED and not torch.version.hip:  # otherwise ptxas may spill registers to fit one more program
         options["maxnreg"] = min(255, 65536 // (32 * tiling.warps))
     with torch.cuda.device_of(next(_tensors(arguments))):
         kernel[tiling.grid](*arguments, **constants, **tiling.constants, **options)

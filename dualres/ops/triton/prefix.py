@@ -1,7 +1,7 @@
 """Phase 1 on a GPU: one pass over the history for every query of a block, and its gradient.
 
-Each program keeps one token's accumulators of all queries in registers, so each state is loaded once. Where sets ×
-outputs × padded width is more than `REGISTERS`, groups of query sets run one after the other, each with its own pass.
+Each program keeps one token's accumulators of all queries in registers, so each state is loaded once. If sets ×
+outputs × padded width exceeds `REGISTERS`, groups of query sets run one after the other, each with its own pass.
 """
 # N tokens  D width  J stored streams  O output streams  R history  U query sets
 # ruff: noqa: N803, N806
@@ -15,11 +15,10 @@ from torch import Tensor
 from dualres.ops.triton import tiles
 from dualres.ops.triton.launch import columns, launch, pointers, rows
 
-REGISTERS = 16384  # float32 accumulators that 16 warps hold beside the rows they work on
+REGISTERS = 16384  # float32 accumulators that 16 warps hold besides the rows they work on
 
 
 def prefix(history: list[Tensor], queries: Tensor, key: list[int], value: list[int], eps: float) -> list[Tensor]:
-    """`autograd.prefix`."""
     state, (sets, outputs, width) = history[0], queries.shape
     streams, *shape = state.shape[:-1]
     retrieved = [state.new_empty(outputs, *shape, width) for _ in range(sets)]
@@ -116,23 +115,23 @@ def _softmax_backward(
     key: list[int],
     width: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """p, da · rstd, and how much of each stream its norm takes back, Σ da · a · rstd² / D: one number per token each.
+    """p, da · rstd, and each stream's factor in its gradient through its norm, Σ da · a · rstd² / D, all per token.
 
-    da = p (dp − Σ_r p_r dp_r + dζ). The sum is over the products: a rounded h̃ would bring its rounding into dq. They
-    are counted from that of the largest weight: dp − Σ p dp would lose its digits where one weight is nearly 1.
+    da = p (dp − Σ_r p_r dp_r + dζ). The sum is over the products: h̃ would bring its rounding error into dq. The product
+    of the largest weight is subtracted first: dp − Σ p dp would lose its digits where one weight is nearly 1.
     """
     weights = torch.exp(logits - torch.stack(partition))  # (R,U,O,B,T)
     products = products - products.gather(0, logits.argmax(0, keepdim=True))
     d_logits = weights * (products - (weights * products).sum(0) + torch.stack(d_partition))
     d_scores = d_logits * norms[:, key].unsqueeze(1)
     shrinks = torch.zeros_like(norms)  # (R,J,B,T)
-    for taken, k in zip((d_scores * logits).sum(1).unbind(1), key, strict=True):
-        shrinks[:, k] += taken * norms[:, k] / width
+    for shrink, k in zip((d_scores * logits).sum(1).unbind(1), key, strict=True):
+        shrinks[:, k] += shrink * norms[:, k] / width
     return weights, d_scores, shrinks
 
 
 def group_size(sets: int, outputs: int, width: int) -> int:
-    """How many query sets one program serves: the most that divide `sets` and fit."""
+    """The number of query sets per program: the largest divisor of `sets` that fits."""
     fitting = REGISTERS // (outputs * triton.next_power_of_2(width))
     return max(size for size in range(1, sets + 1) if sets % size == 0 and size <= max(1, fitting))
 
@@ -140,10 +139,10 @@ def group_size(sets: int, outputs: int, width: int) -> int:
 @triton.jit
 def _load_sets(retrieved, tile, OUTPUTS: tl.constexpr):
     """The rows of every query set and output stream, as stored."""
-    made = ()
+    rows_of_sets = ()
     for u in tl.static_range(len(retrieved)):
-        made = made + tiles.load_streams(retrieved[u], tile, OUTPUTS)
-    return made
+        rows_of_sets = rows_of_sets + tiles.load_streams(retrieved[u], tile, OUTPUTS)
+    return rows_of_sets
 
 
 @triton.jit(do_not_specialize=["tokens", "states", "pairs"])
@@ -156,7 +155,7 @@ def _prefix(
     norms,
     tokens: tl.int64,
     states,
-    pairs,  # U·O of all query sets, of which this launch may serve some
+    pairs,  # U·O of all query sets, of which this launch may compute only some
     eps,
     KEY: tl.constexpr,
     VALUE: tl.constexpr,
@@ -175,7 +174,7 @@ def _prefix(
         largest = largest + (tl.full([TOKENS], float("-inf"), tl.float32),)
     ahead = tiles.load_streams(history[0], tile, STREAMS)
     for r in range(0, states):
-        now = ahead  # the next state is on its way while this one is worked on
+        now = ahead  # the next state is loaded while this one is processed
         ahead = tiles.load_streams(tiles.pick(history, r + 1), tile, STREAMS, r + 1 < states)
         streams, scales = (), ()
         for j in tl.static_range(STREAMS):
@@ -217,7 +216,7 @@ def _products(
     gradients = _load_sets(d_retrieved, tile, len(VALUE))
     ahead = tiles.load_streams(history[0], tile, STREAMS)
     for r in range(0, states):
-        now = ahead  # the next state is on its way while this one is worked on
+        now = ahead  # the next state is loaded while this one is processed
         ahead = tiles.load_streams(tiles.pick(history, r + 1), tile, STREAMS, r + 1 < states)
         for n in tl.static_range(len(gradients)):
             product = tl.sum(gradients[n].to(tl.float32) * now[VALUE[n % len(VALUE)]].to(tl.float32), 1)
@@ -244,7 +243,7 @@ def _prefix_backward(
     TOKENS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """dv = Σ p dh̃ + Σ (da rstd) q − shrink · v, and the chunk's share of dq = Σ (da rstd) v."""
+    """dv = Σ p dh̃ + Σ (da rstd) q − shrink · v, and the chunk's part of dq = Σ (da rstd) v."""
     OUTPUTS: tl.constexpr = len(KEY)
     PAIRS: tl.constexpr = len(d_retrieved) * OUTPUTS
     column = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)

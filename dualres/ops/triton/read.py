@@ -15,33 +15,33 @@ from dualres.ops.triton import tiles
 from dualres.ops.triton.launch import launch, pointers, rows
 
 
-def read(given: ReadArguments) -> tuple[Tensor, Tensor]:
-    """`autograd.read`."""
-    tokens, partition = given.retrieved[0, ..., 0].numel(), given.log_partition
-    h = torch.empty_like(given.retrieved[0])
-    next_coefficients = partition.new_empty((len(given.updates) + 1, *partition.shape) if given.gates else 0)
-    tiling, (packed, constants) = rows(tokens, h.shape[-1]), pack(given)
-    launch(_read, tiling, packed, h, next_coefficients, tokens, len(given.updates), **constants)
+def read(arguments: ReadArguments) -> tuple[Tensor, Tensor]:
+    tokens, partition = arguments.retrieved[0, ..., 0].numel(), arguments.log_partition
+    h = torch.empty_like(arguments.retrieved[0])
+    next_coefficients = partition.new_empty((len(arguments.updates) + 1, *partition.shape) if arguments.gates else 0)
+    tiling, (packed, constants) = rows(tokens, h.shape[-1]), pack(arguments)
+    launch(_read, tiling, packed, h, next_coefficients, tokens, len(arguments.updates), **constants)
     return h, next_coefficients
 
 
-def pack(given: ReadArguments) -> tuple[Any, dict[str, Any]]:
-    """As a kernel takes it: tuples for lists; as constants the route and the number of live streams, or 0."""
-    tuples: Any = {"updates": pointers(given.updates), "gates": tuple(given.gates), "key": None, "value": None}
-    streams = 0 if given.coefficients is None else given.coefficients.shape[1]
-    return given._replace(**tuples), {"KEY": tuple(given.key), "VALUE": tuple(given.value), "STREAMS": streams}
+def pack(arguments: ReadArguments) -> tuple[Any, dict[str, Any]]:
+    """The arguments as a kernel takes them: lists as tuples; the route and the number of live streams as constants."""
+    tuples: Any = {"updates": pointers(arguments.updates), "gates": tuple(arguments.gates), "key": None, "value": None}
+    streams = 0 if arguments.coefficients is None else arguments.coefficients.shape[1]
+    constants = {"KEY": tuple(arguments.key), "VALUE": tuple(arguments.value), "STREAMS": streams}
+    return arguments._replace(**tuples), constants
 
 
 class Gate(NamedTuple):
-    """One gate of a tile's tokens, in tuples over its values."""
+    """One gate for a tile's tokens; tuples over the gate's values."""
 
-    scale: Any  # the inverse norm of the streams that it is a function of
+    scale: Any  # the inverse norm of its input streams
     projected: Any  # x W
-    opened: Any  # σ(scale of the gate · x̄ W + bias)
+    outputs: Any  # σ(gate scale · x̄ W + bias)
 
 
 class Forward(NamedTuple):
-    """What a read computes for a tile, in tuples over streams; empty without a live state or gates."""
+    """What a read computes for a tile; tuples over streams, empty without a live state or gates."""
 
     stored: Any  # h̃, as stored
     live: Any  # P
@@ -50,7 +50,7 @@ class Forward(NamedTuple):
     key_scales: Any  # the inverse norms of the keys
     streams: Any  # h̃ and the live state merged
     alpha: Any
-    beta: Any  # its half: a `Gate` without the factor 2
+    beta: Any  # β / 2: a `Gate` without the factor 2
     mixed: Any  # what the branch reads, before its norm
 
 
@@ -66,17 +66,17 @@ def _project(streams, weight, tile):
 @triton.jit
 def open_gate(streams, scale, parameters, COUNT: tl.constexpr, tile):
     """The `Gate` of `COUNT` values with these parameters: weight, scale, bias."""
-    projected, opened = (), ()
+    projected, outputs = (), ()
     for g in tl.static_range(COUNT):
         e = _project(streams, parameters[0] + g * len(streams) * tile.D, tile)
         projected = projected + (e,)
-        opened = opened + (tl.sigmoid(tl.load(parameters[1]) * scale * e + tl.load(parameters[2] + g)),)
-    return Gate(scale, projected, opened)
+        outputs = outputs + (tl.sigmoid(tl.load(parameters[1]) * scale * e + tl.load(parameters[2] + g)),)
+    return Gate(scale, projected, outputs)
 
 
 @triton.jit
 def merge(stored, live, masses, VALUE: tl.constexpr):
-    """λ h̃ + (1 − λ) v for every output stream; without a live state h̃ alone."""
+    """λ h̃ + (1 − λ) v for every output stream; h̃ alone without a live state."""
     streams = ()
     for o in tl.static_range(len(VALUE)):
         row = stored[o].to(tl.float32)
@@ -87,25 +87,25 @@ def merge(stored, live, masses, VALUE: tl.constexpr):
 
 
 @triton.jit
-def forward(given, count, tile, KEY: tl.constexpr, VALUE: tl.constexpr, STREAMS: tl.constexpr):
-    """λ = σ(ζ − a), the merged streams, α and β of these, and what they mix for the branch."""
-    stored = tiles.load_streams(given.retrieved, tile, len(KEY))
-    live = tiles.combine(given.updates, given.coefficients, count, tile, STREAMS)
+def forward(arguments, count, tile, KEY: tl.constexpr, VALUE: tl.constexpr, STREAMS: tl.constexpr):
+    """λ = σ(ζ − a), the merged streams, their α and β, and the branch input."""
+    stored = tiles.load_streams(arguments.retrieved, tile, len(KEY))
+    live = tiles.combine(arguments.updates, arguments.coefficients, count, tile, STREAMS)
     masses, logits, key_scales = (), (), ()
     if STREAMS > 0:
         for o in tl.static_range(len(KEY)):
             keys = live[KEY[o]]
-            scale = tiles.inverse_rms((keys,), given.eps, tile.D)
-            logit = tl.sum(keys * tiles.parameter(given.query + o * tile.D, tile), 1) * scale
-            mass = tl.sigmoid(tiles.load_number(given.log_partition, o, tile) - logit)
+            scale = tiles.inverse_rms((keys,), arguments.eps, tile.D)
+            logit = tl.sum(keys * tiles.parameter(arguments.query + o * tile.D, tile), 1) * scale
+            mass = tl.sigmoid(tiles.load_number(arguments.log_partition, o, tile) - logit)
             masses, logits, key_scales = masses + (mass,), logits + (logit,), key_scales + (scale,)
     streams = merge(stored, live, masses, VALUE)
     alpha, beta, mixed = (), (), streams[0]
-    if len(given.gates) > 0:
-        scale = tiles.inverse_rms(streams, given.eps, tile.D)
-        alpha = open_gate(streams, scale, given.gates[0:3], 2, tile)
-        beta = open_gate(streams, scale, given.gates[3:6], 2, tile)
-        mixed = alpha.opened[0][:, None] * streams[0] + alpha.opened[1][:, None] * streams[1]
+    if len(arguments.gates) > 0:
+        scale = tiles.inverse_rms(streams, arguments.eps, tile.D)
+        alpha = open_gate(streams, scale, arguments.gates[0:3], 2, tile)
+        beta = open_gate(streams, scale, arguments.gates[3:6], 2, tile)
+        mixed = alpha.outputs[0][:, None] * streams[0] + alpha.outputs[1][:, None] * streams[1]
     return Forward(stored, live, masses, logits, key_scales, streams, alpha, beta, mixed)
 
 
@@ -118,7 +118,7 @@ def transported(coefficients, k, rho, tile):
 
 @triton.jit(do_not_specialize=["tokens", "count"])
 def _read(
-    given,
+    arguments,
     h,
     next_coefficients,
     tokens: tl.int64,
@@ -130,16 +130,17 @@ def _read(
     TOKENS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """`reference.gated_read`, or without gates `reference.read`."""
+    """`reference.gated_read`, or `reference.read` without gates."""
     tile = tiles.rows_of_program(tokens, D, TOKENS, WIDTH)
-    made = forward(given, count, tile, KEY, VALUE, STREAMS)
-    if len(given.gates) > 0:
+    result = forward(arguments, count, tile, KEY, VALUE, STREAMS)
+    if len(arguments.gates) > 0:
         for j in tl.static_range(2):
-            tiles.store_number(next_coefficients, 2 * count + j, tile, 2 * made.beta.opened[j])
+            tiles.store_number(next_coefficients, 2 * count + j, tile, 2 * result.beta.outputs[j])
         if STREAMS > 0:
-            rho = open_gate(made.live, tiles.inverse_rms(made.live, given.eps, D), given.gates[6:9], 1, tile)
+            live_scale = tiles.inverse_rms(result.live, arguments.eps, D)
+            rho = open_gate(result.live, live_scale, arguments.gates[6:9], 1, tile)
             for k in range(0, count):
-                first, second = transported(given.coefficients, k, rho.opened[0], tile)
+                first, second = transported(arguments.coefficients, k, rho.outputs[0], tile)
                 tiles.store_number(next_coefficients, 2 * k, tile, first)
                 tiles.store_number(next_coefficients, 2 * k + 1, tile, second)
-    tiles.store_row(h, tile, tiles.norm_forward(made.mixed, given.norm, given.norm_eps, tile))
+    tiles.store_row(h, tile, tiles.norm_forward(result.mixed, arguments.norm, arguments.norm_eps, tile))

@@ -1,4 +1,4 @@
-"""What kernels do with a tile: load and store it, sum the live streams, normalize, and their gradients."""
+"""Tile operations of the kernels: loads, stores, the sum of the live streams, the norm, and their gradients."""
 # N tokens  D width  J streams  K updates
 # ruff: noqa: N803
 # mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator, assignment"
@@ -10,12 +10,12 @@ import triton.language as tl
 
 
 class Tile(NamedTuple):
-    """What one step of a program works on: some tokens by some columns of rows (N,D)."""
+    """The unit of work of a program: some tokens by some columns of rows (N,D)."""
 
     tokens: Any  # N
     D: Any  # a constant
     token: Any  # (TOKENS,)
-    present: Any  # whether there is such a token (TOKENS,)
+    present: Any  # whether the token exists (TOKENS,)
     column: Any  # (WIDTH,)
     at: Any  # offsets in the rows (TOKENS, WIDTH)
     mask: Any  # (TOKENS, WIDTH)
@@ -23,7 +23,7 @@ class Tile(NamedTuple):
 
 @triton.jit
 def tokens_of_program(TOKENS: tl.constexpr):
-    """The tokens of a program that has some of them to itself (TOKENS,)."""
+    """The tokens of this program (TOKENS,)."""
     return tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
 
 
@@ -36,13 +36,13 @@ def tile_at(token, column, tokens, D: tl.constexpr):
 
 @triton.jit
 def rows_of_program(tokens, D: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr):
-    """The tile of a program that has whole rows to itself."""
+    """The tile of a program that owns whole rows."""
     return tile_at(tokens_of_program(TOKENS), tl.arange(0, WIDTH), tokens, D)
 
 
 @triton.jit
 def load_number(numbers, n, tile):
-    """Each token's number of `numbers[n]`, where numbers are (…,N)."""
+    """The tile's part of `numbers[n]`, where numbers are (…,N)."""
     return tl.load(numbers + n * tile.tokens + tile.token, tile.present, other=0.0)
 
 
@@ -64,16 +64,16 @@ def store_row(stream, tile, row):
 
 @triton.jit
 def load_streams(state, tile, STREAMS: tl.constexpr, wanted=True):
-    """The streams of a state (J,N,D), as stored; zeros where it is not wanted."""
-    made = ()
+    """The streams of a state (J,N,D), as stored; zeros if not `wanted`."""
+    streams = ()
     for j in tl.static_range(STREAMS):
-        made = made + (tl.load(state + j * tile.tokens * tile.D + tile.at, tile.mask & wanted, other=0.0),)
-    return made
+        streams = streams + (tl.load(state + j * tile.tokens * tile.D + tile.at, tile.mask & wanted, other=0.0),)
+    return streams
 
 
 @triton.jit
 def parameter(pointer, tile):
-    """A row of parameters (1, WIDTH): with two axes, it gets the layout of the streams that it meets."""
+    """A row of parameters (1, WIDTH): with two axes, so that it gets the layout of the streams it is combined with."""
     return tl.load(pointer + tile.column[None, :], (tile.column < tile.D)[None, :], other=0.0)
 
 
@@ -88,7 +88,7 @@ def pick(pointers, index):
 
 @triton.jit
 def inverse_rms(streams, eps, D: tl.constexpr):
-    """1 / √(mean x² + eps) over the streams together."""
+    """1 / √(mean x² + eps) over all streams together."""
     total = tl.sum(streams[0] * streams[0], 1)
     for j in tl.static_range(1, len(streams)):
         total += tl.sum(streams[j] * streams[j], 1)
@@ -108,31 +108,31 @@ def norm_backward(d_y, row, norm, eps, tile):
     """dh = r g − r³ (g·h)/D h with g = w ⊙ dy. -> dh, and its factors r and r³ (g·h)/D"""
     r = inverse_rms((row,), eps, tile.D)
     d_row = d_y * parameter(norm, tile)
-    taken = r * r * r * tl.sum(d_row * row, 1) / tile.D
-    return r[:, None] * d_row - taken[:, None] * row, r, taken
+    shrink = r * r * r * tl.sum(d_row * row, 1) / tile.D
+    return r[:, None] * d_row - shrink[:, None] * row, r, shrink
 
 
 @triton.jit
 def zeros(COUNT: tl.constexpr, shape):
     """A tuple of `COUNT` accumulators."""
-    made = ()
+    sums = ()
     for _ in tl.static_range(COUNT):
-        made = made + (tl.zeros(shape, tl.float32),)
-    return made
+        sums = sums + (tl.zeros(shape, tl.float32),)
+    return sums
 
 
 @triton.jit
 def added(sums, terms):
-    """`sums` + `terms`, one by one."""
-    made = ()
+    """`sums` + `terms`, elementwise."""
+    totals = ()
     for n in tl.static_range(len(sums)):
-        made = made + (sums[n] + terms[n],)
-    return made
+        totals = totals + (sums[n] + terms[n],)
+    return totals
 
 
 @triton.jit
 def store_sums(partial, sums, column, D: tl.constexpr):
-    """The chunk's sums over its tokens, into `partial` (chunks, sums, D)."""
+    """Store the chunk's sums over its tokens in `partial` (chunks, sums, D)."""
     for n in tl.static_range(len(sums)):
         place = partial + (tl.program_id(1).to(tl.int64) * len(sums) + n) * D + column
         tl.store(place, tl.sum(sums[n], 0), column < D)
@@ -140,7 +140,7 @@ def store_sums(partial, sums, column, D: tl.constexpr):
 
 @triton.jit
 def combine(updates, coefficients, count, tile, STREAMS: tl.constexpr):
-    """P^j = Σ_k C_k^j u_k with coefficients (K,J,N), a tuple over j; () of no streams."""
+    """P^j = Σ_k C_k^j u_k with coefficients (K,J,N), a tuple over j; () without streams."""
     live = zeros(STREAMS, tile.at.shape)
     if STREAMS > 0:
         for k in tl.range(0, count, num_stages=2):
@@ -154,7 +154,7 @@ def combine(updates, coefficients, count, tile, STREAMS: tl.constexpr):
 
 @triton.jit
 def combine_backward(d_live, updates, d_updates, coefficients, k, tile):
-    """Through the term of u_k: stores du_k = Σ_j C_k^j dP^j. -> dC_k^j = u_k · dP^j, a tuple over j; () without u"""
+    """Back through the term of u_k: stores du_k = Σ_j C_k^j dP^j. -> dC_k^j = u_k · dP^j, over j; () without u"""
     d_update = tl.zeros(tile.at.shape, tl.float32)
     for j in tl.static_range(len(d_live)):
         d_update += load_number(coefficients, k * len(d_live) + j, tile)[:, None] * d_live[j].to(tl.float32)

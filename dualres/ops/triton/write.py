@@ -13,7 +13,6 @@ from dualres.ops.triton.launch import launch, pointers, rows
 
 
 def write(updates: list[Tensor], coefficients: Tensor) -> Tensor:
-    """`autograd.write`."""
     tokens, width = coefficients[0, 0].numel(), updates[0].shape[-1]
     live = updates[0].new_empty(*coefficients.shape[1:], width)
     tiling = rows(tokens, width, len(live))
@@ -22,7 +21,6 @@ def write(updates: list[Tensor], coefficients: Tensor) -> Tensor:
 
 
 def write_backward(d_live: Tensor, updates: list[Tensor], coefficients: Tensor) -> list[Tensor]:
-    """`autograd.write_backward`."""
     tokens, width = coefficients[0, 0].numel(), d_live.shape[-1]
     d_updates = [torch.empty_like(d_live[0]) for _ in coefficients]
     d_coefficients = torch.empty_like(coefficients)
@@ -55,9 +53,9 @@ def _write(
 ):
     """P^j = Σ_k C_k^j u_k."""
     tile = tiles.rows_of_program(tokens, D, TOKENS, WIDTH)
-    found = tiles.combine(updates, coefficients, count, tile, STREAMS)
+    streams = tiles.combine(updates, coefficients, count, tile, STREAMS)
     for j in tl.static_range(STREAMS):
-        tiles.store_row(live + j * tokens * D, tile, found[j])
+        tiles.store_row(live + j * tokens * D, tile, streams[j])
 
 
 @triton.jit(do_not_specialize=["tokens", "count"])
@@ -74,7 +72,7 @@ def _write_backward(
     TOKENS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """du_k = Σ_j C_k^j dP^j and, where updates are given, dC_k^j = u_k · dP^j."""
+    """du_k = Σ_j C_k^j dP^j and, with updates, dC_k^j = u_k · dP^j."""
     tile = tiles.rows_of_program(tokens, D, TOKENS, WIDTH)
     gradients = tiles.load_streams(d_live, tile, STREAMS)
     for k in range(0, count):

@@ -28,7 +28,7 @@ from dualres.train.recipe import adamw, fresh_state
 class MicroBatch(NamedTuple):
     """A micro-batch and its weight in the gradient; the weights, averaged over data-parallel ranks, sum to 1.
 
-    Weight 0 pads a batch that the ranks do not divide: it runs, since all ranks must, and contributes nothing.
+    Zero-weight micro-batches pad a batch that does not divide evenly over the ranks: all ranks must run equally many.
     """
 
     sequences: Tensor  # (B,T+1)
@@ -36,7 +36,7 @@ class MicroBatch(NamedTuple):
 
 
 class Losses(NamedTuple):
-    """A rank's part of a step's losses: the mean over ranks is the batch's."""
+    """One rank's losses; averaging over ranks gives the batch loss."""
 
     language: float
     router: float  # mean over layers, 1 if routing is uniform; 0 without experts
@@ -50,7 +50,7 @@ class Engine(ABC):
         self.data_rank, self.data_size = world.rank, world.size  # among the data-parallel ranks
 
     def accumulate(self, micro_batches: Sequence[MicroBatch]) -> Losses:
-        """Forward and backward of all micro-batches of this rank in a step."""
+        """Run forward and backward of this rank's micro-batches of a step."""
         language = router = 0.0
         for number, (sequences, weight) in enumerate(micro_batches, 1):
             report, last = RouterReport(scale=weight), number == len(micro_batches)
@@ -61,31 +61,31 @@ class Engine(ABC):
 
     @abstractmethod
     def forward_backward(self, sequences: Tensor, weight: float, report: RouterReport, last: bool) -> Tensor:
-        """Add `weight` times the gradient of a micro-batch; `last` of the step. (B,T+1) -> its loss ()"""
+        """Add `weight` times the gradient of a micro-batch, which may be the step's `last`. (B,T+1) -> its loss ()"""
 
     @abstractmethod
     def update(self, learning_rate: float, clip: float) -> float:
-        """Clip the gradient by its norm over all ranks, and step if that is finite. -> the norm before clipping"""
+        """Clip the gradient by its norm over all ranks and, if that is finite, step. -> the norm before clipping"""
 
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
-        """The contents of a checkpoint, by name, `model.…` and `optimizer.…`; sharded if the engine shards."""
+        """The contents of a checkpoint by name, `model.…` and `optimizer.…`; sharded if the engine shards them."""
 
     @abstractmethod
     def load_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Take over the result of `tensors` after a checkpoint was loaded into it."""
+        """Load the dict returned by `tensors`, after a checkpoint was loaded into it."""
 
     def sum_over_ranks(self, values: list[float]) -> list[float]:
         """Each value summed over all processes."""
         if self.world.size == 1:
             return values
-        together = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(together, group=self.world.control)
-        return together.tolist()
+        total = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(total, group=self.world.control)
+        return total.tolist()
 
     @torch.no_grad()
     def evaluate(self, sequences: Tensor) -> float:
-        """The language-model loss of a batch, a mean over the ranks that share it. (B,T+1) -> nats per token"""
+        """The language-model loss of a batch, to be averaged over the ranks that share it. (B,T+1) -> nats per token"""
         return self.wrapped(sequences.to(self.world.device)).item()
 
 
@@ -117,16 +117,16 @@ class TorchEngine(Engine):
         return norm
 
     def clip_gradient(self, limit: float) -> float:
-        """-> the norm before clipping"""
+        """Clip the gradient to the norm `limit`. -> the norm before clipping"""
         return float(nn.utils.clip_grad_norm_(self.parameters.values(), limit))
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors themselves, not copies."""
-        found = {f"model.{name}": parameter.detach() for name, parameter in self.parameters.items()}
+        tensors = {f"model.{name}": parameter.detach() for name, parameter in self.parameters.items()}
         for name, parameter in self.parameters.items():
             for key, value in self.optimizer.state[parameter].items():
-                found[f"optimizer.{key}.{name}"] = value
-        return found
+                tensors[f"optimizer.{key}.{name}"] = value
+        return tensors
 
     def load_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Nothing to do: they are the model's and the optimizer's own."""
+        """Nothing to do: `tensors` returns the model's and the optimizer's own tensors."""

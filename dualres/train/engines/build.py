@@ -1,4 +1,4 @@
-"""Builds the engine that a config asks for."""
+"""Builds the engine that a config selects."""
 
 import functools
 from collections.abc import Sequence
@@ -44,13 +44,13 @@ def engine_name(config: Config, processes: int) -> str:
 
 
 def engine_mesh(config: Config, processes: int) -> Mesh:
-    """The mesh of so many processes; one that the model cannot be sharded over is refused."""
+    """The mesh of `processes` processes; one that the model cannot be sharded over raises."""
     fsdp2 = processes > 1 and config.train.engine in ("auto", "fsdp2")
     return mesh_of(config, processes) if fsdp2 else Mesh(data=processes)
 
 
 def build_engine(config: Config, world: World, end_of_text: int) -> Engine:
-    """The model of `config` with new weights, in its engine."""
+    """The engine of `config`, with a newly initialized model."""
     name = engine_name(config, world.size)
     if name == "fsdp2":
         return _fsdp2(config, world, end_of_text)
@@ -100,7 +100,7 @@ def _fsdp2(config: Config, world: World, end_of_text: int) -> Engine:
 
 
 def _shard_units(config: Config, world: World, groups: Groups, decoder: Decoder, units: Sequence[nn.Module]) -> None:
-    """Initialize and shard; of nested units, inner ones come first."""
+    """Initialize and shard `units`; nested units come before the units that contain them."""
     bf16 = config.train.precision == "bf16"
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy()
     names = {id(part): name for part, name in decoder.parts()}
@@ -108,9 +108,9 @@ def _shard_units(config: Config, world: World, groups: Groups, decoder: Decoder,
     rest = FSDPMeshInfo(groups.rest, shard_mesh_dim=0)
 
     def placement(parameter: nn.Parameter) -> Shard | ShardPlacementResult | None:
-        """Experts are sharded over the ranks that hold the same ones, along their rows if these divide.
+        """Experts are sharded over the ranks that hold the same experts, along their rows if divisible.
 
-        A vocabulary in ranges of unequal size is sharded along its width: PyTorch's checkpoints would mix up its rows.
+        A vocabulary in unequal ranges is sharded along its width: PyTorch's checkpoints would mix up its rows.
         """
         if "experts" in dimensions(parameter):
             return ShardPlacementResult(Shard(1 if parameter.shape[1] % sizes.rest == 0 else 0), rest)

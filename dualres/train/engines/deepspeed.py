@@ -53,7 +53,7 @@ class DeepSpeedEngine(Engine):
         loss = self.wrapped(sequences, report)
         self.deepspeed.backward(loss * weight, scale_wrt_gas=False)
         if not last:
-            self.deepspeed.step()  # only counts
+            self.deepspeed.step()  # only counts the micro-batch
         return loss
 
     def update(self, learning_rate: float, clip: float) -> float:
@@ -65,16 +65,16 @@ class DeepSpeedEngine(Engine):
 
     def tensors(self) -> dict[str, Tensor]:
         """Full copies, gathered from all ranks."""
-        found = {}
+        tensors = {}
         for name, parameter in self.parameters.items():
-            found[f"model.{name}"] = self.access.safe_get_full_fp32_param(parameter)
+            tensors[f"model.{name}"] = self.access.safe_get_full_fp32_param(parameter)
             for key in MOMENTS:
-                found[f"optimizer.{key}.{name}"] = self.access.safe_get_full_optimizer_state(parameter, key)
-            found[f"optimizer.step.{name}"] = next(iter(self.adamw.state.values()))["step"].clone()
-        return found
+                tensors[f"optimizer.{key}.{name}"] = self.access.safe_get_full_optimizer_state(parameter, key)
+            tensors[f"optimizer.step.{name}"] = next(iter(self.adamw.state.values()))["step"].clone()
+        return tensors
 
     def load_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Each rank takes its part of the full tensors."""
+        """Each rank loads its part of the full tensors."""
         for name, parameter in self.parameters.items():
             weights = tensors[f"model.{name}"]
             moments = {key: tensors[f"optimizer.{key}.{name}"] for key in MOMENTS}
@@ -95,16 +95,16 @@ class DeepSpeedEngine(Engine):
     def _part(self, parameter: Any, whole: Tensor) -> Tensor:
         """This rank's part of a tensor, padded with zeros."""
         size = parameter.ds_tensor.numel()
-        filled = nn.functional.pad(whole.flatten(), (0, size * self.world.size - whole.numel()))
-        return filled[self.world.rank * size : (self.world.rank + 1) * size]
+        padded = nn.functional.pad(whole.flatten(), (0, size * self.world.size - whole.numel()))
+        return padded[self.world.rank * size : (self.world.rank + 1) * size]
 
     def _create_moments(self, context: int) -> None:
-        """DeepSpeed has AdamW's state only after a step: take one with zero rate and gradient, and reset its count."""
-        for group in self.adamw.param_groups:  # DeepSpeed links the state of all groups after it stepped the first
+        """DeepSpeed creates AdamW's state in a step: take one with zero rate and gradient, and reset the step count."""
+        for group in self.adamw.param_groups:  # DeepSpeed links the state of all groups after the first step
             for flat in group["params"]:
                 self.adamw.state[flat] = fresh_state(flat)
-        nothing = torch.zeros(1, context + 1, dtype=torch.long)
-        self.accumulate([MicroBatch(nothing, 0.0)])
+        zeros = torch.zeros(1, context + 1, dtype=torch.long)
+        self.accumulate([MicroBatch(zeros, 0.0)])
         self.update(0.0, 1.0)
         for state in self.adamw.state.values():
             state["step"].zero_()

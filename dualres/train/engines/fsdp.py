@@ -21,7 +21,7 @@ from dualres.train.process_group import World
 
 
 class ShardedEngine(TorchEngine):
-    """Tensor and expert parallelism work inside the model; here their gradients are completed and clipped."""
+    """Completes and clips the gradients of tensor and expert parallelism, which work inside the model."""
 
     def __init__(self, config: Config, world: World, objective: Objective, groups: Groups, tied: Sequence[str] = ()):
         super().__init__(config.train, world, objective, objective)
@@ -35,18 +35,18 @@ class ShardedEngine(TorchEngine):
         return losses
 
     def load_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Drop weights that were gathered before the tensors were loaded."""
+        """Drop weights that were gathered before loading."""
         reshard(self.wrapped)
 
     def clip_gradient(self, limit: float) -> float:
-        """By the norm over all ranks of the mesh."""
+        """Clip by the norm over all ranks of the mesh."""
         norm = math.sqrt(self.sum_over_ranks([self.gradients.squares()])[0])
         self.gradients.clip(norm, limit)
         return norm
 
 
 class PipelineEngine(ShardedEngine):
-    """This rank's chunks of the model, run by PyTorch's schedules."""
+    """Runs this rank's chunks of the model by PyTorch's schedules."""
 
     def __init__(
         self, config: Config, world: World, objective: Objective, groups: Groups, chunks: dict[int, PipelineChunk]
@@ -89,23 +89,23 @@ class PipelineEngine(ShardedEngine):
         sizes = self.groups.sizes
         count = padded_micro_batches(len(micro_batches), sizes.pipeline, sizes.virtual)
         padding = [MicroBatch(micro_batches[0].sequences, 0.0)] * (count - len(micro_batches))
-        given = [*micro_batches, *padding]
+        batches = [*micro_batches, *padding]
         if self.schedule is None:
             self.schedule = make_schedule(self.stages, count, lambda loss, weight: loss * weight.squeeze())
-        reports = {number: RouterReport(scale=micro.weight) for number, micro in enumerate(given)}
+        reports = {number: RouterReport(scale=micro.weight) for number, micro in enumerate(batches)}
         losses: list[Tensor] = []
         self.schedule.step(
-            target=torch.tensor([micro.weight for micro in given], device=self.world.device),
+            target=torch.tensor([micro.weight for micro in batches], device=self.world.device),
             losses=losses,
             return_outputs=False,
-            sequences=torch.cat([micro.sequences for micro in given]).to(self.world.device),
+            sequences=torch.cat([micro.sequences for micro in batches]).to(self.world.device),
             number=torch.arange(count),
             reports=reports,
         )
         self.gradients.finish()
         router = sum(
             micro.weight * float(sum(reports[number].losses.values())) / self.layers
-            for number, micro in enumerate(given)
+            for number, micro in enumerate(batches)
         )
         return Losses(float(sum(loss.detach() for loss in losses)) * sizes.pipeline, router * sizes.pipeline)
 

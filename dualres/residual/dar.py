@@ -17,7 +17,7 @@ from dualres.residual.route import DUAL
 
 @dataclass(frozen=True)
 class DualOptions(RetrievalOptions):
-    """How the gates of DAR start."""
+    """Initial values of DAR's gates."""
 
     gate_scale: float = 1.0
     """initial scale of the gates' input-dependent part; 0 starts as the standard Transformer"""
@@ -26,17 +26,18 @@ class DualOptions(RetrievalOptions):
 
 
 class Dual(Retrieving):
-    """DAR. `route` says which stream gives the keys and which the values; the ablations differ in nothing else.
+    """DAR. `route` assigns the key and value streams; the paper's ablations differ in nothing else.
 
     h^j = Σ_r π_r^j v_r^j;   h = α⁰h⁰ + α¹h¹;   P^i = M(ρ) P^{i−1} + [β⁰u, β¹u]
+    α = σ(s_α (Norm([h⁰; h¹]) W_α) + b_α);   β = 2σ(s_β (Norm([h⁰; h¹]) W_β) + b_β)
+    ρ = σ(s_ρ (Norm([P⁰; P¹]) W_ρ) + b_ρ) with P = P^{i−1}
     """
 
     def __init__(self, dim: int, place: Place, *, eps: float, gate_scale: float, rho_bias: float, route: Route = DUAL):
         if place.branches == 1:
             raise ValueError(
-                "a DAR block of a single branch u (any, also the last block) has the state [β⁰u, β¹u], whose two "
-                "streams are collinear and tell nothing of each other: use branches_per_block 2 or more, and a number "
-                "that leaves no branch alone"
+                "every DAR block, including the last, needs at least 2 branches: with one, its state [β⁰u, β¹u] has "
+                "collinear streams. Use a branches_per_block ≥ 2 that leaves no single-branch block"
             )
         super().__init__(dim, place, eps=eps, route=route)
         with_live = place.sets_with_live_state()
@@ -46,15 +47,12 @@ class Dual(Retrieving):
         )
 
     def read(self, state: RetrievalState, i: int, norm: Norm | None = None) -> tuple[Tensor, RetrievalState]:
-        """h = α⁰h⁰ + α¹h¹ with α = σ(·), and for the write β = 2σ(·), both from Norm([h⁰; h¹]); ρ = σ(·) from P.
-
-        β and M(ρ) ride in the coefficients of the live streams until the write.
-        """
+        """h = α⁰h⁰ + α¹h¹; β and M(ρ) are stored in the live streams' coefficients until the write."""
         u, live = self.set_of_branch[i], state.live and shortened(state.live)
         gates, query = cast(GateSet, self.gates[u]), self.query(i) if live else None
-        opened = (gates.alpha, gates.beta, gates.rho) if live else (gates.alpha, gates.beta)
+        active = (gates.alpha, gates.beta, gates.rho) if live else (gates.alpha, gates.beta)
         h, next_live = ops.gated_read(
-            state.prefixes[u], live, query=query, gates=cast(Any, opened), route=self.route, eps=self.eps, norm=norm
+            state.prefixes[u], live, query=query, gates=cast(Any, active), route=self.route, eps=self.eps, norm=norm
         )
         return h, state._replace(live=next_live)
 
@@ -70,7 +68,7 @@ class Dual(Retrieving):
 
 
 class GateSet(nn.Module):
-    """The gates of one parameter set; ρ only where a branch of the set finds a live state to transport."""
+    """The gates of one parameter set; ρ exists only if a branch of the set reads a live state."""
 
     def __init__(self, dim: int, *, transports: bool, gate_scale: float, rho_bias: float, eps: float):
         super().__init__()
