@@ -206,17 +206,16 @@ class Training:
     def _restore(self, start: Path | None) -> None:
         tensors = self.engine.tensors()
         state = self.checkpoints.restore(tensors)
+        if state is None and start is not None:
+            load_initial_weights(start, tensors, distributed=self.world.size > 1)
+            self.progress.say(f"starting from the weights of {start}")
+        if state is not None or start is not None:
+            self.engine.load_tensors(tensors)
         if state is not None:
             self.step, self.validation_loss = state["step"], state["validation_loss"]
             self.best_step, self.best_loss = state["best_step"], state["best_loss"]
             torch.set_rng_state(torch.frombuffer(bytearray.fromhex(state["random"]), dtype=torch.uint8))
             self.progress.say(f"resumed from {self.checkpoints.last()}")
-        elif start is not None:
-            load_initial_weights(start, tensors, distributed=self.world.size > 1)
-            self.progress.say(f"starting from the weights of {start}")
-        else:
-            return
-        self.engine.load_tensors(tensors)
 
     def _end(self) -> TrainResult:
         self.checkpoints.wait()
