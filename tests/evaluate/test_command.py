@@ -15,7 +15,7 @@ from dualres.cli import main
 from dualres.commands.arguments import parse_models
 from dualres.config.schema import ConfigError
 from dualres.evaluate import perplexity, zero_shot
-from dualres.evaluate.batch_size import MOST_ROWS
+from dualres.evaluate.batch_size import MAX_ROWS
 from dualres.hub import open_model
 from dualres.hub.open_model import TrainedModel
 from dualres.util.atomic_files import LOCK
@@ -144,7 +144,7 @@ def test_the_batch_is_the_one_asked_for(evaluate: Evaluate, monkeypatch: pytest.
     assert evaluate("small", *TASKS, "--batch", "2")[0] == 0
     assert evaluate("large", *TASKS)[0] == 0
     assert batches[:2] == [2, 2]
-    assert {batch.tokens for batch in batches[2:]} == {MOST_ROWS * CONTEXT}  # of a model that is small
+    assert {batch.tokens for batch in batches[2:]} == {MAX_ROWS * CONTEXT}  # of a model that is small
 
 
 def test_latex_is_printed_when_asked_for(evaluate: Evaluate):

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from dualres.config.loading import names
 from dualres.config.schema import ConfigError, ResidualConfig
 from dualres.data.tokenizer import byte_tokenizer
-from dualres.hub.convert import Source, convert, decoder_of, read_source, target
+from dualres.hub.convert import Source, convert, load_decoder, read_source, target
 from dualres.hub.export import export
 from dualres.hub.hf_model import DualResForCausalLM
 from dualres.hub.model_folder import local_folder
@@ -39,7 +39,7 @@ RETURNED = some_first(FAMILY, "llama", "llama-llama3-rope", "mistral-wide-heads"
 def test_every_model_on_every_pathway_gives_the_same_logits(name: str, residual: str, sources: Callable[[str], Source]):
     rank = ["residual.value_rank=8"] if residual == "attnres-vproj-96" else []
     source = sources(name)
-    decoder = decoder_of(source, *target(source, residual, rank), seed=0)
+    decoder = load_decoder(source, *target(source, residual, rank), seed=0)
     tokens = random_tokens(2, 41)
     with torch.no_grad():
         wanted = family_model(name)(tokens).logits
@@ -252,7 +252,7 @@ def test_tokens_settings_and_tokenizer_come_along(tmp_path: Path):
 
 def test_gates_of_all_blocks_differ(tmp_path: Path):
     source = read_source(saved_family_model("llama", tmp_path / "source"))
-    decoder = decoder_of(source, *target(source, "dar-block"), seed=0)
+    decoder = load_decoder(source, *target(source, "dar-block"), seed=0)
     gates = [p.flatten()[:4] for name, p in decoder.named_parameters() if "gate" in name and name.endswith(".weight")]
     gates = [gate for gate in gates if len(gate) == 4]
     assert len({tuple(gate.tolist()) for gate in gates}) == len(gates) > 6
