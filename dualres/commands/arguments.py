@@ -40,7 +40,7 @@ def check_positive(args: argparse.Namespace, *options: str) -> None:
     for option in options:
         value = getattr(args, option)
         if value is not None and not 0 < value < math.inf:
-            raise ConfigError(f"--{option.replace('_', '-')} {value} must be positive and finite")
+            raise ConfigError(f"--{option.replace('_', '-')} {value} is not positive and finite: use a positive number")
 
 
 def check_seed(args: argparse.Namespace) -> None:

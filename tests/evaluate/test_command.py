@@ -86,7 +86,7 @@ def test_all_measures_of_two_models(evaluate: Evaluate, data: Path, tmp_path: Pa
     assert out.count("### ") == 3
     assert "| small | " in out
     assert "| big | " in out
-    assert "written: evaluations/report.md, evaluations/report.tex, evaluations/report.json" in err
+    assert "wrote evaluations/report.md, evaluations/report.tex, evaluations/report.json" in err
     assert (tmp_path / "evaluations" / "report.md").read_text() == out
     first, second = report()["models"]
     assert first["identity"] == "runs/small"
@@ -199,7 +199,7 @@ def test_a_failed_task_leaves_the_rest_and_is_tried_again(evaluate: Evaluate, mo
         code, out, err = evaluate("small", *TASKS)
     assert code == 1
     assert "dualres: small  zero-shot piqa failed: RuntimeError: a kernel broke\n" in err
-    assert "Run the same command to try again" in err
+    assert "Rerun the command to retry" in err
     assert re_row(out, "small")[1:3] == ["—", report_cell("boolq")]
     code, out, err = evaluate("small", *TASKS)
     assert code == 0
@@ -251,9 +251,11 @@ WRONG = [
     ([*TASKS, "--context", "-1"], "--context -1 is not positive"),
     ([*TASKS, "--batch", "many"], "--batch many: use auto"),
     ([*TASKS, "--batch", "0"], "--batch 0: use auto"),
+    ([*TASKS, "--device", "gpu"], "--device gpu is not a device: use auto, cpu, cuda or cuda:N"),
+    ([*TASKS, "--device", "cuda:99"], "--device cuda:99 does not exist"),
     ([*PERPLEXITY, "--limit", "3"], "add --zero-shot"),
     (["--validation", "nowhere", "--validation-tokens", "0"], "--validation-tokens 0 is not positive"),
-    ([*PERPLEXITY, "--validation-tokens", "3"], "--validation-tokens applies to --validation"),
+    ([*PERPLEXITY, "--validation-tokens", "3"], "--validation-tokens requires --validation"),
     (["--zero-shot", "mmlu"], "--zero-shot mmlu: unknown task"),
     (["--zero-shot", "--tasks-from", "nowhere"], "no task documents at nowhere"),
     (["--perplexity", "nowhere"], "no documents at nowhere"),
@@ -298,7 +300,7 @@ def test_a_folder_in_use_is_refused(evaluate: Evaluate, tmp_path: Path):
         fcntl.flock(file, fcntl.LOCK_EX)
         code, _, err = evaluate("small", *PERPLEXITY)
     assert code == 2
-    assert "another process evaluates into evaluations" in err
+    assert "another process is writing to evaluations" in err
 
 
 def test_names_of_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -81,7 +81,10 @@ def summary_without_loss(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
-        (half_written, f"{METRICS} cannot be read (it has no complete row): restore it, or leave this run out"),
+        (
+            half_written,
+            f"{METRICS} cannot be read (it has no complete row): restore it, or remove this run from the command",
+        ),
         (without_tokens, f"{METRICS} cannot be read (tokens is None in"),
         (not_a_number, f"{METRICS} cannot be read (loss is nan in"),
         (no_objects, f"{METRICS} cannot be read ("),
