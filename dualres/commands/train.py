@@ -120,8 +120,7 @@ def dry_run(config: Config, args: argparse.Namespace, out: Path) -> int:
     options = {"data": None if is_default else args.data, "out": args.out, "from": args.start}
     options |= {"device": args.device, "wandb": args.wandb}
     command = launch_command(args.scale, args.residual, args.set, options, processes=ranks)
-    checks = [*checks, check_memory(own, hardware)]
-    plan = Plan(args.residual, {args.residual: own}, hardware, False, checks, command)
+    plan = Plan(args.residual, {args.residual: own}, hardware, False, [*checks, check_memory(own, hardware)], command)
     print(json.dumps(as_data(plan), indent=2) if args.json else as_text(plan, f"{args.scale} × {args.residual}"))
     if plan.problems:
         print(f"dualres: cannot start: {', '.join(check.name for check in plan.problems)}", file=sys.stderr)

@@ -112,8 +112,7 @@ def test_no_more_than_is_useful(monkeypatch: pytest.MonkeyPatch, device: str, co
     with_free(monkeypatch, 2**50)
     model = tiny_model()
     network = SimpleNamespace(
-        device=torch.device(device),
-        dtype=torch.float32,
+        parameters=lambda: iter([SimpleNamespace(device=torch.device(device), dtype=torch.float32)]),
         config=model.network.config,
         get_input_embeddings=model.network.get_input_embeddings,
         get_output_embeddings=model.network.get_output_embeddings,

@@ -291,7 +291,7 @@ def test_a_broken_file_of_a_task_is_refused_before_anything_is_loaded(
 def test_a_context_beyond_the_models_is_refused(evaluate: Evaluate):
     code, _, err = evaluate("small", *PERPLEXITY, "--context", "65")
     assert code == 2
-    assert "--context 65 exceeds that of small: use at most 64" in err
+    assert "--context 65 exceeds the context of small: use at most 64" in err
 
 
 def test_a_folder_in_use_is_refused(evaluate: Evaluate, tmp_path: Path):

@@ -82,7 +82,7 @@ def test_what_a_source_holds(tmp_path: Path):
 def test_a_source_that_changes_is_refused(tmp_path: Path):
     [source] = find_sources(fill(tmp_path / "a.jsonl", ["one", "two"]))
     fill(tmp_path / "a.jsonl", ["one", "too"])
-    with pytest.raises(DataError, match="source a changed while it was read"):
+    with pytest.raises(DataError, match="source a changed while it was being read"):
         list(texts(source))
 
 

@@ -180,7 +180,7 @@ REFUSED = {
     ),
     "a width in words": (lambda c: c.update(hidden_size="32"), r"transformers cannot read .*config.json"),
     "no heads": (lambda c: c.update(num_attention_heads=0), r"config.json"),
-    "a list of types": (lambda c: c.update(model_type=["llama"]), "dualres converts"),
+    "a list of types": (lambda c: c.update(model_type=["llama"]), "dualres can convert"),
     "biases in the feed-forward": (lambda c: c.update(mlp_bias=True), "mlp_bias=True"),
     "tensors of another width": (
         lambda c: c.update(intermediate_size=64),
@@ -346,7 +346,7 @@ def test_a_truncated_file_and_a_missing_shard_are_named(tmp_path: Path):
     assert convert(str(source), tmp_path / "sharded", "dar-block").difference
     shard = sorted(source.glob("*.safetensors"))[1]
     shard.unlink()
-    with pytest.raises(ModelError, match=f"{shard.name} is missing"):
+    with pytest.raises(ModelError, match=f"{shard.name}, listed in .*, is missing"):
         convert(str(source), tmp_path / "out", "dar-block")
 
 
@@ -368,7 +368,7 @@ def test_only_the_pathway_and_the_context_can_be_set(tmp_path: Path):
         target(source, "dar-block", ["model.layers=3"])
     with pytest.raises(ConfigError, match="--residual"):
         target(source, "dar-block", ["residual.method=mhc"])
-    with pytest.raises(ConfigError, match="gate scale 0 only"):
+    with pytest.raises(ConfigError, match="only with gate scale 0"):
         target(source, "dar-block", ["residual.gate_scale=1"])
 
 
