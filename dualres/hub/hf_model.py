@@ -66,7 +66,7 @@ class DualResForCausalLM(PreTrainedModel, GenerationMixin):
         """
         for name in ("output_hidden_states", "output_attentions"):
             if kwargs.pop(name, None):
-                raise ValueError(f"{name}=True is not supported: only logits, loss and cache are; remove the argument")
+                raise ValueError(f"{name}=True is not supported, only logits, loss and cache are returned: remove it")
         embedding = inputs_embeds if input_ids is None else self.decoder.vocabulary.embed(input_ids)
         if embedding is None or (input_ids is not None and inputs_embeds is not None):
             raise ValueError("pass either input_ids or inputs_embeds")
