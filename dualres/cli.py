@@ -1,6 +1,6 @@
-"""The command line: `dualres COMMAND --help` explains each.
+"""The command line; `dualres COMMAND --help` explains each command.
 
-Command modules declare their arguments without importing torch; what runs a command is imported when it runs.
+Command modules declare their arguments without importing torch; a command imports what it needs when it runs.
 """
 
 import argparse
@@ -37,28 +37,28 @@ COMMANDS = {  # name -> module in dualres.commands, in the order of the help
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. -> exit code: 0 fine, 1 a check or a run failed, 2 the input was wrong, 130 interrupted"""
+    """Run one command. -> exit code: 0 success, 1 a check or a run failed, 2 invalid input, 130 interrupted"""
     try:
-        arguments = parse(sys.argv[1:] if argv is None else argv)
-        code: int = arguments.command(arguments)
+        args = parse(sys.argv[1:] if argv is None else argv)
+        code: int = args.command(args)
         sys.stdout.flush()
         return code
     except (ConfigError, DataError, ModelError, optional_dependencies.MissingExtraError) as error:
         return _failed(error, 2)
     except TrainError as error:
         return _failed(error, 1)
-    except BrokenPipeError:  # the reader, `head` say, has seen enough
+    except BrokenPipeError:  # the reader, such as `head`, has exited
         sys.stderr.close()
         return 0
     except OSError as error:
-        remedy = ": free space there and run the same command again" if error.errno in NO_SPACE else ""
+        remedy = ": free some space there and rerun the command" if error.errno in NO_SPACE else ""
         return _failed(f"cannot read or write: {error}{remedy}", 1)
     except KeyboardInterrupt:
         return _failed("interrupted", 130)
 
 
 def run() -> None:
-    """The console script. A terminal that cannot show × or ρ gets a question mark."""
+    """The console script. Characters that the terminal cannot show, such as × or ρ, become question marks."""
     optional_dependencies.on_demand = True
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # read by transformers when a command imports it
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -68,30 +68,30 @@ def run() -> None:
     sys.exit(main())
 
 
-def _failed(what: object, code: int) -> int:
-    say_as(os.environ.get("RANK", "0"), what)
+def _failed(message: object, code: int) -> int:
+    say_as(os.environ.get("RANK", "0"), message)
     return code
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The arguments of a command; a wrong one exits with the usage of that command and the nearest right one."""
+    """Parse the command line; an unknown argument exits with the usage of its command and the closest valid option."""
     parser, commands = make_parser()
     name = next((word for word in argv if not word.startswith("-")), None)
     if name is not None and name not in commands:
-        parser.error("; ".join(filter(None, [f"there is no command {name}", did_you_mean(name, list(commands))])))
-    arguments, unknown = parser.parse_known_args(argv)
+        parser.error("; ".join(filter(None, [f"unknown command {name}", did_you_mean(name, list(commands))])))
+    args, unknown = parser.parse_known_args(argv)
     if unknown:
-        command = commands[arguments.name]
+        command = commands[args.name]
         options = [option for action in command._actions for option in action.option_strings]
         remedy = did_you_mean(unknown[0].split("=")[0], options)
         command.error("; ".join(filter(None, [f"unrecognized arguments: {' '.join(unknown)}", remedy])))
-    return arguments
+    return args
 
 
 def make_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
-    """The parser, and those of the commands by name.
+    """The main parser, and the parser of each command by name.
 
-    A command is a module of dualres.commands: the first line of its docstring is what `dualres --help` says of it, the
+    A command is a module of dualres.commands: the first line of its docstring is its summary in `dualres --help`, the
     rest and EPILOG are its own help; `add_arguments` declares its arguments, and `run` runs it.
     """
     parser = argparse.ArgumentParser(
@@ -105,13 +105,13 @@ def make_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentP
     for name, module in COMMANDS.items():
         command = importlib.import_module(f"dualres.commands.{module}")
         summary, _, description = (command.__doc__ or "").partition("\n\n")
-        own = commands.add_parser(
+        subparser = commands.add_parser(
             name,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             help=summary.rstrip("."),
             description=description,
             epilog=command.EPILOG,
         )
-        command.add_arguments(own)
-        own.set_defaults(command=command.run)
+        command.add_arguments(subparser)
+        subparser.set_defaults(command=command.run)
     return parser, commands.choices

@@ -96,11 +96,11 @@ def test_bad_input_is_one_line_and_exit_2(arguments: list[str], capsys: pytest.C
         ),
         (
             ["prepare", "--help"],
-            ["the same command resumes", "python", "bpe:4096", "tekken", "OWNER/NAME", "--held-out"],
+            ["to resume", "python", "bpe:4096", "tekken", "OWNER/NAME", "--held-out"],
         ),
-        (["train", "--help"], [*names("scale"), *names("residual"), "torchrun", "--dry-run", "--gpus", "resumes"]),
+        (["train", "--help"], [*names("scale"), *names("residual"), "torchrun", "--dry-run", "--gpus", "to resume"]),
         (["evaluate", "--help"], ["hellaswag", "--perplexity", "--tasks-from", "olmo", "repeat the command to resume"]),
-        (["export", "--help"], ["--form", "example", "model card"]),
+        (["export", "--help"], ["--form", "example", "tokenizer"]),
         (["import", "--help"], ["The inverse of export", "--from"]),
         (["convert", "--help"], [*names("residual"), "Qwen", "--set", "example"]),
         (["generate", "--help"], ["example", "--temperature", "--checkpoint"]),
@@ -157,8 +157,8 @@ def test_no_help_and_no_typo_imports_torch():
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["trian", "nano", "dar-block"], ["usage: dualres [-h]", "there is no command trian; did you mean train?"]),
-        (["xyzzy"], ["there is no command xyzzy\n"]),
+        (["trian", "nano", "dar-block"], ["usage: dualres [-h]", "unknown command trian; did you mean train?"]),
+        (["xyzzy"], ["unknown command xyzzy\n"]),
         (["describe", "nano", "dar-block", "--jsn"], ["usage: dualres describe", "--jsn; did you mean --json?"]),
         (["generate", "run", "x", "--temprature=1"], ["usage: dualres generate", "did you mean --temperature?"]),
     ],

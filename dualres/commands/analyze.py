@@ -1,9 +1,9 @@
-"""Analyze streams: CKA, rescue, gates, retrieval, norms, experts.
+"""Analyze residual streams: CKA, rescue, gates, retrieval, norms, experts.
 
 Analyze the streams of each MODEL, a run folder or an exported model, on held-out tokens: cross-stream CKA,
 KL rescue, write gates against rescue, depth retrieval, RMS of streams and states, expert load. Writes data
-(analysis.json, analysis.npz) and figures (SVG, PNG) to MODEL/analysis, and figures of several models side
-by side to --out. A model already analyzed with the same settings is not analyzed again.
+(analysis.json, analysis.npz) and figures (SVG, PNG) to MODEL/analysis, and figures that compare several
+models to --out. A model already analyzed with the same settings is not analyzed again.
 """
 
 import argparse
@@ -42,65 +42,64 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", metavar="DIR", type=Path, default=DEFAULT_OUT, help=f"output folder (default {DEFAULT_OUT})"
     )
-    parser.add_argument("--sequences", metavar="N", type=int, default=4, help="for CKA, rescue, gates (default 4)")
+    parser.add_argument("--sequences", metavar="N", type=int, default=4, help="for CKA, rescue and gates (default 4)")
     parser.add_argument(
         "--length", metavar="N", type=int, help=f"tokens per sequence (default: context length, at most {MAX_LENGTH})"
     )
-    parser.add_argument("--last", metavar="N", type=int, default=128, help="tokens used of each (default 128)")
+    parser.add_argument("--last", metavar="N", type=int, default=128, help="use the last N of each (default 128)")
     parser.add_argument(
         "--retrieval-sequences",
         metavar="N",
         type=int,
         default=8,
-        help="for retrieval, RMS and experts, with all tokens (default 8)",
+        help="full sequences for retrieval, RMS and experts (default 8)",
     )
     arguments.add_checkpoint(parser)
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU if available")
+    arguments.add_device(parser)
 
 
-def run(given: argparse.Namespace) -> int:
-    models = {name: Path(path) for name, path in arguments.parse_models(given.models).items()}
-    arguments.check_positive(given, "sequences", "length", "last", "retrieval_sequences")
-    if given.out.is_file():
-        raise ConfigError(f"--out {given.out} is a file: name a folder")
+def run(args: argparse.Namespace) -> int:
+    models = {name: Path(path) for name, path in arguments.parse_models(args.models).items()}
+    arguments.check_positive(args, "sequences", "length", "last", "retrieval_sequences")
+    if args.out.is_file():
+        raise ConfigError(f"--out {args.out} is a file: use a folder")
     from dualres.analyze import figures
     from dualres.analyze.analysis import FOLDER
 
-    data = {name: _data_of(folder, given.data) for name, folder in models.items()}  # fail before the first analysis
+    data = {name: _data_for(folder, args.data) for name, folder in models.items()}  # fail before the first analysis
     progress = Progress()
     analyses = {}
     for name, folder in models.items():
-        analyses[name] = _analyze(name, folder, data[name], given, progress)
+        analyses[name] = _analyze(name, folder, data[name], args, progress)
         gc.collect()  # free the model before loading the next
     print(summary(analyses))
-    written = [folder / FOLDER for folder in models.values()]
+    outputs = [folder / FOLDER for folder in models.values()]
     if len(models) > 1:
         progress.show("drawing all models together")
-        figures.draw_together(analyses, given.out)
-        written.append(given.out)
-    progress.say(f"written: {', '.join(str(path) for path in written)}")
+        figures.draw_together(analyses, args.out)
+        outputs.append(args.out)
+    progress.say(f"wrote {', '.join(map(str, outputs))}")
     return 0
 
 
-def _data_of(folder: Path, data: Path | None) -> Path:
-    """--data, or the data that the run was trained on. Refuses a folder that holds no model of ours."""
+def _data_for(folder: Path, data: Path | None) -> Path:
+    """--data, or the data that the run was trained on. Raises if the folder has no dualres model."""
     from dualres.hub.model_folder import check_saved, read_saved
     from dualres.train.run_folder import is_run, read_description
 
-    trained = is_run(folder)
-    if not trained:
+    if not is_run(folder):
         check_saved(read_saved(folder))
     if data is not None:
         return data
-    if not trained:
+    if not is_run(folder):
         raise ConfigError(f"{folder} is not a run: pass --data D, prepared with the model's tokenizer")
-    found = Path(read_description(folder)["data"]["folder"])
-    if not found.is_dir():
-        raise ConfigError(f"the training data of {folder} are no longer in {found}: pass --data D")
-    return found
+    data = Path(read_description(folder)["data"]["folder"])
+    if not data.is_dir():
+        raise ConfigError(f"the training data of {folder} are no longer in {data}: pass --data D")
+    return data
 
 
-def _analyze(name: str, folder: Path, data: Path, given: argparse.Namespace, progress: Progress) -> "Analysis":
+def _analyze(name: str, folder: Path, data: Path, args: argparse.Namespace, progress: Progress) -> "Analysis":
     """Analyze one model, or read its analysis if the settings are the same."""
     import numpy as np
 
@@ -113,49 +112,49 @@ def _analyze(name: str, folder: Path, data: Path, given: argparse.Namespace, pro
 
     index = shards.read_index(data)
     progress.show(f"{name}  loading")
-    opened = open_model(folder, checkpoint=given.checkpoint, device=given.device)
-    opened.require_tokenizer()
-    opened.check_tokens(data)
-    decoder = opened.decoder
+    model = open_model(folder, checkpoint=args.checkpoint, device=args.device)
+    model.require_tokenizer()
+    model.check_tokens(data)
+    decoder = model.decoder
     shards.verify(data, dataclasses.replace(index, train=()), decoder.config.vocab_size)
-    length = given.length or min(decoder.config.context, MAX_LENGTH)
+    length = args.length or min(decoder.config.context, MAX_LENGTH)
     if length > decoder.config.context:
         raise ConfigError(f"--length {length} exceeds the context of {name}: use at most {decoder.config.context}")
     loader = Loader(data, index, "validation", length, None)
-    wanted = max(given.sequences, given.retrieval_sequences)
-    if loader.windows < wanted:
+    needed = max(args.sequences, args.retrieval_sequences)
+    if loader.windows < needed:
         raise DataError(
-            f"the held-out split of {data} has {loader.windows} sequences of {length} tokens, {wanted} are requested: "
+            f"the held-out split of {data} has {loader.windows} sequences of {length} tokens, but {needed} are needed: "
             f"lower --sequences and --retrieval-sequences to {loader.windows}, or lower --length"
         )
-    protocol = Protocol(given.sequences, given.last, given.retrieval_sequences)
+    protocol = Protocol(args.sequences, args.last, args.retrieval_sequences)
     key = {
-        "identity": opened.identity,
+        "identity": model.identity,
         "content": index.content,
         "length": length,
         **protocol._asdict(),
         "dualres": VERSION,
     }
     try:
-        before = read_analysis(folder / FOLDER)
+        previous = read_analysis(folder / FOLDER)
     except ConfigError as error:
         progress.say(f"{error} (running now)")
-        before = None
-    if before is not None and before.about.get("key") == key:
-        progress.say(f"{name}: already analyzed, see {folder / FOLDER}")
-        if not figures.is_drawn(before, folder / FOLDER):
-            figures.draw_one(before, folder / FOLDER)
-        return before
+        previous = None
+    if previous is not None and previous.about.get("key") == key:
+        progress.say(f"{name}: already analyzed; see {folder / FOLDER}")
+        if not figures.is_drawn(previous, folder / FOLDER):
+            figures.draw_one(previous, folder / FOLDER)
+        return previous
     about = {
         "model": name,
         "residual": decoder.residual_config.to_dict(),
         "data": data.resolve().name,
-        "dtype": str(opened.dtype).removeprefix("torch."),
-        "device": opened.device.type,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": model.device.type,
         "key": key,
     }
     try:
-        rows = loader.batch(0, wanted)[:, :-1]
+        rows = loader.batch(0, needed)[:, :-1]
         analysis = analyze(decoder, rows, protocol, about, lambda text: progress.show(f"{name}  {text}"))
     except FloatingPointError as error:
         raise ModelError(f"{folder}: {error}: check its weights") from None
@@ -169,16 +168,16 @@ def _analyze(name: str, folder: Path, data: Path, given: argparse.Namespace, pro
 
 
 def summary(analyses: "Mapping[str, Analysis]") -> str:
-    """The scalars of every model as a table."""
+    """A table with the scalars of every model."""
     import numpy as np
 
     header = ["model", "streams", "CKA, same layer", "CKA, all", "rescue by stream", "|write gap|", "r", "divergence"]
     lines = []
     for name, analysis in analyses.items():
-        found = analysis.summary
+        scalars = analysis.summary
         rescue = analysis.arrays.get("rescue")
         means = "" if rescue is None else " / ".join(f"{value:.2f}" for value in np.nanmean(rescue, 0))
         keys = ("mean_cka_same_layer", "mean_cka", "mean_absolute_write_gap", "gap_correlation", "mean_divergence")
-        same, every, gap, r, divergence = (f"{found[key]:.3f}" if key in found else "" for key in keys)
+        same, every, gap, r, divergence = (f"{scalars[key]:.3f}" if key in scalars else "" for key in keys)
         lines.append([name, analysis.about["streams"], same, every, means, gap, r, divergence])
     return table(header, lines)

@@ -1,4 +1,4 @@
-"""Arguments that several commands share, and their checks."""
+"""Arguments shared by several commands, and their checks."""
 
 import argparse
 import math
@@ -31,21 +31,25 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--checkpoint", choices=("last", "best"), default="last", help="of a run (default last)")
 
 
-def check_positive(given: argparse.Namespace, *options: str) -> None:
-    """Refuse numbers that are not positive and finite; options that were not given pass."""
+def add_device(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", metavar="D", default="auto", help="cpu, cuda, cuda:N (default auto: a GPU if any)")
+
+
+def check_positive(args: argparse.Namespace, *options: str) -> None:
+    """Raise if a number is not positive and finite; None, for an omitted option, passes."""
     for option in options:
-        value = getattr(given, option)
+        value = getattr(args, option)
         if value is not None and not 0 < value < math.inf:
             raise ConfigError(f"--{option.replace('_', '-')} {value} is not positive and finite: use a positive number")
 
 
-def check_seed(given: argparse.Namespace) -> None:
-    if not 0 <= given.seed < 2**63:
-        raise ConfigError(f"--seed {given.seed}: use a number from 0 to 2^63 - 1")
+def check_seed(args: argparse.Namespace) -> None:
+    if not 0 <= args.seed < 2**63:
+        raise ConfigError(f"--seed {args.seed}: use a number from 0 to 2^63 - 1")
 
 
 def parse_models(texts: Sequence[str]) -> dict[str, str]:
-    """NAME=PATH or PATH, by the name that tables use. Names must differ."""
+    """NAME=PATH or PATH -> paths by the names that tables use, which must differ."""
     models: dict[str, str] = {}
     for text in texts:
         name, equals, path = text.partition("=")

@@ -1,8 +1,8 @@
-"""Put a pretrained Llama, Mistral or Qwen on another residual pathway, with unchanged outputs.
+"""Convert a pretrained Llama, Mistral or Qwen to another residual pathway, with unchanged outputs.
 
-Write the checkpoint SOURCE to OUT as a dualres model on --residual whose outputs equal the source's,
-ready for further training: with `dualres train SCALE RESIDUAL --from OUT`, or with transformers' Trainer.
-Llama, Mistral, Qwen2 and Qwen3; what does not fit is refused by name.
+Write the checkpoint SOURCE to OUT as a dualres model with the pathway --residual and unchanged outputs.
+Train it further with `dualres train SCALE RESIDUAL --from OUT`, or with transformers' Trainer. Supports
+Llama, Mistral, Qwen2 and Qwen3; unsupported features are rejected with an error that names them.
 """
 
 import argparse
@@ -23,34 +23,32 @@ examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="SOURCE", help="folder of a checkpoint, or its name on the Hugging Face Hub")
-    parser.add_argument("out", metavar="OUT", type=Path, help="folder to write; new")
+    parser.add_argument("out", metavar="OUT", type=Path, help="new folder to write")
     parser.add_argument("--residual", metavar="R", required=True, help="name of a residual, or path to a YAML file")
     arguments.add_overrides(parser)
-    parser.add_argument("--seed", metavar="N", type=int, default=42, help="of the pathway's own weights (default 42)")
+    parser.add_argument("--seed", metavar="N", type=int, default=42, help="for the pathway's new weights (default 42)")
     parser.add_argument(
-        "--no-check", action="store_true", help="skip the comparison with the source, which holds both in float32"
+        "--no-check", action="store_true", help="skip the comparison with the source (it loads both models in float32)"
     )
 
 
-def run(given: argparse.Namespace) -> int:
-    arguments.check_seed(given)
+def run(args: argparse.Namespace) -> int:
+    arguments.check_seed(args)
     from dualres.hub.convert import convert
 
     progress = Progress()
-    converted = convert(
-        given.source,
-        given.out,
-        given.residual,
-        given.set,
-        seed=given.seed,
-        check=not given.no_check,
+    difference = convert(
+        args.source,
+        args.out,
+        args.residual,
+        args.set,
+        seed=args.seed,
+        check=not args.no_check,
         show=progress.show,
-    )
+    ).difference
     progress.end()
-    compared = (
-        "not compared with the source"
-        if converted.difference is None
-        else f"its logits differ from the source's by {converted.difference:.1e}, relative, in float32"
-    )
-    print(f"{given.source} is written to {given.out} on {given.residual}; {compared}")
+    comparison = "not compared with the source"
+    if difference is not None:
+        comparison = f"relative logit difference {difference:.1e} (float32)"
+    print(f"wrote {args.out}: {args.source} converted to {args.residual}; {comparison}")
     return 0

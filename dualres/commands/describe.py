@@ -1,6 +1,6 @@
 """Show the structure, parameters, FLOPs and residual state of one model.
 
-Show how SCALE on RESIDUAL is built and what it costs. The model is built on the meta device, which takes
+Show how SCALE with RESIDUAL is built and what it costs. The model is built on the meta device, which takes
 seconds and no memory at any scale.
 """
 
@@ -18,12 +18,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 
-def run(given: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     from dualres.plan import describe
 
-    described = describe.describe(load_config(given.scale, given.residual, given.set))
-    if given.json:
-        print(json.dumps(described, indent=2))
+    description = describe.describe(load_config(args.scale, args.residual, args.set))
+    if args.json:
+        print(json.dumps(description, indent=2))
     else:
-        print(describe.as_text(described, f"{given.scale} × {given.residual}"))
+        print(describe.as_text(description, f"{args.scale} × {args.residual}"))
     return 0

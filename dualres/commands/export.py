@@ -1,7 +1,7 @@
 """Write a trained model as a Hugging Face folder, or as a Llama checkpoint.
 
-Write the model of MODEL, a run's folder or a saved dualres model, to OUT: weights in safetensors, config,
-tokenizer, model card, and the code that loads it where dualres is not installed.
+Write MODEL, a run folder or a saved dualres model, to OUT: weights in safetensors, config, tokenizer, model
+card, and the code that loads it where dualres is not installed.
 """
 
 import argparse
@@ -18,25 +18,25 @@ examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", type=Path, help="folder of a run, or of a saved dualres model")
-    parser.add_argument("out", metavar="OUT", type=Path, help="folder to write; new")
+    parser.add_argument("out", metavar="OUT", type=Path, help="new folder to write")
     parser.add_argument(
         "--form",
         choices=("dualres", "llama"),
         default="dualres",
-        help="llama: a `standard` model as a plain Llama checkpoint, without code of dualres (default dualres)",
+        help="llama: a `standard` model as a plain Llama checkpoint, without dualres code (default dualres)",
     )
     arguments.add_checkpoint(parser)
     parser.add_argument(
         "--dtype",
         choices=("auto", "float32", "bfloat16", "float16"),
         default="auto",
-        help="of the weights (default auto: as they are)",
+        help="dtype of the weights (default auto: unchanged)",
     )
 
 
-def run(given: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     from dualres.hub.export import export
 
-    model = export(given.model, given.out, form=given.form, checkpoint=given.checkpoint, dtype=given.dtype)
-    print(f"{model.name} ({model.decoder.residual_config.method}) is written to {given.out}")
+    model = export(args.model, args.out, form=args.form, checkpoint=args.checkpoint, dtype=args.dtype)
+    print(f"wrote {args.out}: {model.name} ({model.decoder.residual_config.method})")
     return 0

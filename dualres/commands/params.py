@@ -1,7 +1,7 @@
-"""Compare the paper's parameter tables with the models.
+"""Check parameter counts against the paper's tables.
 
 Build every model of the paper's two parameter tables on the meta device, count its parameters,
-and compare with the printed numbers to the last digit. Exits with 1 if any differs.
+and compare them with the published numbers to the last digit. Exits with 1 if any differs.
 """
 
 import argparse
@@ -15,12 +15,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
-def run(given: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     from dualres.plan import parameter_tables
 
     rows = parameter_tables.compare()
     wrong = [row for row in rows if not row.agrees]
-    if given.json:
+    if args.json:
         print(json.dumps({"agrees": not wrong, "rows": [parameter_tables.as_data(row) for row in rows]}, indent=2))
     else:
         print(parameter_tables.as_text(rows))

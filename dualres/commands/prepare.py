@@ -1,7 +1,7 @@
 """Turn text into token shards.
 
 Read documents from SOURCE, tokenize them on all cores, and write shards with an index to OUT.
-After an interruption the same command resumes; once finished, it changes nothing.
+Rerun the command to resume after an interruption; once finished, it changes nothing.
 """
 
 import argparse
@@ -34,7 +34,7 @@ examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     defaults = Settings("", "")
     parser.add_argument("source", metavar="SOURCE", help="the documents, see below")
-    parser.add_argument("out", metavar="OUT", type=Path, help="folder for the shards; new, or from the same command")
+    parser.add_argument("out", metavar="OUT", type=Path, help="folder for the shards: new, or of the same command")
     parser.add_argument("--tokenizer", metavar="T", default="bpe:4096", help="default bpe:4096")
     parser.add_argument(
         "--field", metavar="KEY", default=defaults.field, help="key or column of the text (default text)"
@@ -54,17 +54,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         type=int,
         default=defaults.shard_tokens,
-        help="tokens per shard, also the most that an interruption can cost (default 100 million)",
+        help="tokens per shard, also the maximum work lost if interrupted (default 100 million)",
     )
 
 
-def run(given: argparse.Namespace) -> int:
-    settings = Settings(**{field.name: getattr(given, field.name) for field in dataclasses.fields(Settings)})
-    index = prepare_with_progress(settings, given.out)
+def run(args: argparse.Namespace) -> int:
+    settings = Settings(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Settings)})
+    index = prepare_with_progress(settings, args.out)
     for split in ("train", "validation"):
-        parts = index.shards(split)
-        print(f"{split:10}  {index.tokens(split):>15,} tokens  {sum(s.documents for s in parts):>11,} documents")
-    print(f"vocabulary  {index.vocab_size:,}; written to {given.out}")
+        documents = sum(shard.documents for shard in index.shards(split))
+        print(f"{split:10}  {index.tokens(split):>15,} tokens  {documents:>11,} documents")
+    print(f"vocabulary  {index.vocab_size:,}; wrote {args.out}")
     return 0
 
 

@@ -1,9 +1,9 @@
-"""Make one HTML page about runs: comparison, curves, evaluations, analyses.
+"""Create a one-page HTML report of runs: comparison, curves, evaluations, analyses.
 
-Make one page of results: the comparison with confidence intervals, interactive loss curves, router balance,
+Create a report of one page: the comparison with confidence intervals, interactive loss curves, router balance,
 the tables of `dualres evaluate`, the paper's losses next to ours, the figures of `dualres analyze`, and
 every config with the command that reproduces it. The file is self-contained: it loads nothing from the
-network, and can be mailed or printed.
+network, and can be emailed or printed.
 """
 
 import argparse
@@ -38,15 +38,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(given: argparse.Namespace) -> int:
-    if given.out.is_dir():
-        raise ConfigError(f"-o {given.out} is a folder: name a file, such as {given.out / DEFAULT_OUT}")
+def run(args: argparse.Namespace) -> int:
+    if args.out.is_dir():
+        raise ConfigError(f"-o {args.out} is a folder: use a file name such as {args.out / DEFAULT_OUT}")
     from dualres.report.page import make_page
 
-    evaluated = [part for folder in given.evaluation for part in ("--evaluation", str(folder))]
-    command = shlex.join(["dualres", "report", *map(str, given.runs), *evaluated, "-o", str(given.out)])
-    text = make_page(given.runs, given.evaluation, command)
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    write_text(given.out, text)
-    print(f"written: {given.out} ({len(text.encode()) / 1e6:.1f} MB)")
+    options = [part for folder in args.evaluation for part in ("--evaluation", str(folder))]
+    command = shlex.join(["dualres", "report", *map(str, args.runs), *options, "-o", str(args.out)])
+    text = make_page(args.runs, args.evaluation, command)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    write_text(args.out, text)
+    print(f"wrote {args.out} ({len(text.encode()) / 1e6:.1f} MB)")
     return 0

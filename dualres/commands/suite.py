@@ -42,7 +42,7 @@ examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("scale", metavar="SCALE", help="name or path of a scale, or a preset")
     parser.add_argument("--residuals", metavar="A,B", help="names or paths of residuals (default: all shipped ones)")
-    parser.add_argument("--seeds", metavar="N,N", help="default: the scale's train.seed, 42")
+    parser.add_argument("--seeds", metavar="N,N", help="default: train.seed of the scale, 42")
     parser.add_argument("--learning-rates", metavar="X,X", help="sweep these; the table shows each method at its best")
     parser.add_argument(
         "--at", dest="stand_in", metavar="SCALE", help="run a preset at this scale instead of the paper's"
@@ -50,80 +50,81 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", metavar="D", type=Path, default=DEFAULT_DATA, help=f"prepared data ({DEFAULT_DATA})")
     parser.add_argument("--out", metavar="DIR", type=Path, help="folder of the runs (default suites/SCALE)")
     parser.add_argument("--processes", metavar="N", type=int, default=1, help="per run, on this machine (default 1)")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU if there is one")
-    parser.add_argument("--table", action="store_true", help="only print the table of finished runs")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU if available")
+    parser.add_argument("--table", action="store_true", help="only print the table of the finished runs")
     arguments.add_overrides(parser)
 
 
-def run(given: argparse.Namespace) -> int:
-    from dualres.report import charts, comparison, suite
+def run(args: argparse.Namespace) -> int:
+    from dualres.report import charts, comparison
     from dualres.report.groups import BASE
+    from dualres.report.suite import check, check_start, finished_runs, group_by_rate, run_all
 
     say = Progress().say
-    asked = suite_of(given)
-    suite.check(asked)
+    suite = parse_suite(args)
+    check(suite)
     failed = []
-    if not given.table:
-        ensure_default_data(given.data)
-        suite.check_start(asked)
-        asked.out.mkdir(parents=True, exist_ok=True)
-        failed = suite.run_all(asked, say)
-    found = suite.finished_runs(asked)
-    groups = suite.group_by_rate(found)
+    if not args.table:
+        ensure_default_data(args.data)
+        check_start(suite)
+        suite.out.mkdir(parents=True, exist_ok=True)
+        failed = run_all(suite, say)
+    finished = finished_runs(suite)
+    groups = group_by_rate(finished)
     rows = comparison.compare(comparison.best_rates(groups))
-    texts = _tables(given, groups, rows)
+    texts = _tables(args, groups, rows)
     if texts:
         print("\n\n".join(texts))
-    if found and not given.table:
-        write_text(asked.out / TABLE, "\n\n".join(texts) + "\n")
-        runs = [{**run._asdict(), **(read.summary or {})} for run, read in found.items()]
-        settings = {"data": str(asked.data), "overrides": asked.overrides, "base": BASE}
-        write_json(asked.out / RESULTS, {**settings, "rows": comparison.as_data(rows), "runs": runs})
+    if finished and not args.table:
+        write_text(suite.out / TABLE, "\n\n".join(texts) + "\n")
+        runs = [{**run._asdict(), **(result.summary or {})} for run, result in finished.items()]
+        settings = {"data": str(suite.data), "overrides": suite.overrides, "base": BASE}
+        write_json(suite.out / RESULTS, {**settings, "rows": comparison.as_data(rows), "runs": runs})
         curves = charts.draw(charts.loss_charts(groups))
         for name in CURVES:
-            curves.savefig(asked.out / name, dpi=150)
-        print(f"\nwritten: {', '.join(str(asked.out / name) for name in (TABLE, RESULTS, *CURVES))}")
-    if not found:
-        say(f"dualres: no run of this suite is finished in {asked.out}")
+            curves.savefig(suite.out / name, dpi=150)
+        print(f"\nwrote {', '.join(str(suite.out / name) for name in (TABLE, RESULTS, *CURVES))}")
+    if not finished:
+        say(f"dualres: no run of this suite is finished in {suite.out}")
     if failed:
         which = ", ".join(run.name for run in failed)
-        say(f"dualres: {len(failed)} of {len(asked.runs)} runs failed, see above: {which}. Repeat the command to retry")
+        say(f"dualres: {len(failed)} of {len(suite.runs)} runs failed, see above: {which}. Rerun the command to retry")
     return 1 if failed or not texts else 0
 
 
-def suite_of(given: argparse.Namespace) -> "Suite":
+def parse_suite(args: argparse.Namespace) -> "Suite":
     """The suite that the arguments describe."""
     from dualres.report.suite import Suite, all_runs
 
-    arguments.check_positive(given, "processes")
-    seeds = _list(given.seeds, int, "--seeds", "0,1,2")
-    rates: list[float | None] = [*_list(given.learning_rates, float, "--learning-rates", "1e-3,3e-3")] or [None]
-    out = given.out or Path("suites") / short_name(given.scale)
-    if given.scale in PRESETS:
-        if given.residuals:
-            raise ConfigError(f"--residuals does not apply to the preset {given.scale}: omit it, or name a scale")
-        pairs = [*dict.fromkeys((given.stand_in or cell.scale, cell.residual) for cell in PRESETS[given.scale])]
+    arguments.check_positive(args, "processes")
+    seeds = _list(args.seeds, int, "--seeds", "0,1,2")
+    rates: list[float | None] = [*_list(args.learning_rates, float, "--learning-rates", "1e-3,3e-3")] or [None]
+    out = args.out or Path("suites") / short_name(args.scale)
+    if args.scale in PRESETS:
+        if args.residuals:
+            raise ConfigError(f"--residuals does not apply to the preset {args.scale}: remove it, or use a scale")
+        pairs = [*dict.fromkeys((args.stand_in or cell.scale, cell.residual) for cell in PRESETS[args.scale])]
     else:
-        if given.stand_in:
-            raise ConfigError(f"--at {given.stand_in} applies to presets only: name the scale itself")
-        residuals = _list(given.residuals, str, "--residuals", "standard,dar-block") or names("residual")
-        pairs = [(given.scale, residual) for residual in residuals]
-    seeds = seeds or [load_config(*pairs[0], given.set).train.seed]
+        if args.stand_in:
+            raise ConfigError(f"--at {args.stand_in} applies only to presets: pass the scale itself")
+        residuals = _list(args.residuals, str, "--residuals", "standard,dar-block") or names("residual")
+        pairs = [(args.scale, residual) for residual in residuals]
+    seeds = seeds or [load_config(*pairs[0], args.set).train.seed]
     runs = all_runs(pairs, seeds, rates)
-    return Suite(runs, given.data, out, tuple(given.set), given.processes, given.device)
+    return Suite(runs, args.data, out, tuple(args.set), args.processes, args.device)
 
 
-def _tables(given: argparse.Namespace, groups: "list[Group]", rows: "list[ComparisonRow]") -> list[str]:
-    """The comparison, the rates of a sweep, and the paper's table of a preset."""
+def _tables(args: argparse.Namespace, groups: "list[Group]", rows: "list[ComparisonRow]") -> list[str]:
+    """The comparison, the learning rates of a sweep, and the paper's table for a preset."""
     from dualres.report import comparison, paper_losses
 
     texts = [comparison.as_text(rows)] if rows else []
-    if given.learning_rates and rows:
+    if args.learning_rates and rows:
         lines = [[group.scale, group.residual, group.options, comparison.mean_loss(group).text()] for group in groups]
         texts.append(table(["scale", "method", "rate", "validation loss"], lines))
-    if given.scale in PRESETS:
-        printed = PRESETS[given.scale]
-        scales = {cell.scale: given.stand_in for cell in printed} if given.stand_in else {}
+    if args.scale in PRESETS:
+        printed = PRESETS[args.scale]
+        scales = {cell.scale: args.stand_in for cell in printed} if args.stand_in else {}
         texts.append(paper_losses.as_text(printed, rows, scales))
     return texts
 
@@ -137,6 +138,6 @@ def _list(text: str | None, kind: Any, option: str, example: str) -> list[Any]:
     except ValueError:
         raise ConfigError(f"{option} {text} is not a list of numbers: write {example}") from None
     if not values or len(set(values)) < len(values):
-        what = "has a value twice" if values else "is empty"
-        raise ConfigError(f"{option} {text} {what}: write {example}")
+        problem = "has a value twice" if values else "is empty"
+        raise ConfigError(f"{option} {text} {problem}: write {example}")
     return values

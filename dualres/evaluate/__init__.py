@@ -1,9 +1,9 @@
 """Measure trained models side by side, as `dualres evaluate` does.
 
 validation    loss on the held-out tokens of a prepared folder, as training validates
-perplexity    log-likelihood of documents, per token and per byte; `documents` finds them by source
-zero_shot     accuracy through lm-evaluation-harness; `tasks` has the eight tasks and reads their documents
-evaluation    all measurements of a model, each stored in `cache` as soon as it is there
+perplexity    log-likelihood of documents, per token and per byte; `documents` lists them by source
+zero_shot     accuracy with lm-evaluation-harness; `tasks` has the eight tasks and reads their documents
+evaluation    all measurements of a model, each stored in `cache` as soon as it is finished
 tables        the paper's tables with our models; `formats` writes them as Markdown, LaTeX and JSON
-batch_size    how many rows a model reads at once
+batch_size    evaluation batch size, chosen from free memory
 """

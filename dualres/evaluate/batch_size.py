@@ -1,4 +1,4 @@
-"""How many rows a model reads at once: chosen by memory, and halved when a GPU runs out of it."""
+"""Evaluation batch size: chosen from free memory, halved on GPU out-of-memory."""
 # B rows  T tokens  V vocabulary
 
 import contextlib
@@ -11,10 +11,10 @@ import torch
 
 from dualres.hub.open_model import TrainedModel
 
-MOST_ROWS = 64
-USEFUL_TOKENS = {"cuda": 2**17, "cpu": 2**13}  # per batch; more are no faster
-MEMORY_SHARE = {"cuda": 0.8, "cpu": 0.5}  # of the free memory; a CPU's is shared, and running out of it is fatal
-CHUNK_BYTES = {"cuda": 2**28, "cpu": 2**24}  # of float32 logits per softmax; on a CPU, about a cache's size
+MAX_ROWS = 64
+USEFUL_TOKENS = {"cuda": 2**17, "cpu": 2**13}  # per batch; larger batches are not faster
+MEMORY_SHARE = {"cuda": 0.8, "cpu": 0.5}  # of free memory; host memory is shared, and running out of it is fatal
+CHUNK_BYTES = {"cuda": 2**28, "cpu": 2**24}  # of float32 logits per softmax; on a CPU, about the cache size
 MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")
 CGROUP_FILES = (  # limit, usage and statistics of a container, in versions 2 and 1 of control groups
@@ -27,16 +27,16 @@ Result = TypeVar("Result")
 
 
 class Batch:
-    """A token budget per batch, padding included. It shrinks for good when GPU memory runs out.
+    """A token budget per batch, including padding; permanently reduced after an out-of-memory error.
 
-    In tokens, so that more short rows than long ones share a batch.
+    It counts tokens, so that a batch holds more short rows than long ones.
     """
 
     def __init__(self, rows: int, context: int):
         self.tokens = rows * context
 
-    def over(self, rows: Sequence[Item], work: Callable[[Sequence[Item]], Result]) -> Iterator[Result]:
-        """`work` on each batch of the rows, which are sorted by falling length."""
+    def map(self, rows: Sequence[Item], work: Callable[[Sequence[Item]], Result]) -> Iterator[Result]:
+        """Call `work` on batches of the rows, which must be sorted by decreasing length."""
         start = 0
 
         def work_on_next(count: int) -> Result:
@@ -44,44 +44,44 @@ class Batch:
 
         while start < len(rows):
             count = min(len(rows) - start, max(1, self.tokens // len(rows[start])))
-            fitting, result = halved_until_it_fits(count, work_on_next)
-            if fitting < count:
-                self.tokens = fitting * len(rows[start])
+            used, result = run_halving(count, work_on_next)
+            if used < count:
+                self.tokens = used * len(rows[start])
             yield result
-            start += fitting
+            start += used
 
 
-def halved_until_it_fits(rows: int, work: Callable[[int], Result]) -> tuple[int, Result]:
-    """`work` on so many rows, or on half as many whenever GPU memory runs out; how many it was, and the result."""
+def run_halving(rows: int, work: Callable[[int], Result]) -> tuple[int, Result]:
+    """Call `work(rows)`, halving `rows` on GPU out-of-memory. -> the number of rows used, and the result"""
     while True:
         try:
             return rows, work(rows)
         except torch.OutOfMemoryError:
             if rows == 1:
                 raise
-        rows //= 2  # outside of `except`, whose traceback keeps the tensors alive
+        rows //= 2  # outside `except`: its traceback keeps the tensors alive
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
 
 def batch_for(model: TrainedModel, rows: int | None = None) -> Batch:
-    """Batches of `rows` rows of the model's context, or of as many as are useful and, by our estimate, fit."""
+    """A batch of `rows` full contexts; by default, as many as are useful and fit according to our estimate."""
     if rows is None:
-        kind = kind_of(model.device)
-        useful = min(MOST_ROWS, USEFUL_TOKENS[kind] // model.context)
-        softmax = 3 * CHUNK_BYTES[kind]  # a chunk, its exponentials, and a spare
+        kind = device_kind(model.device)
+        useful = min(MAX_ROWS, USEFUL_TOKENS[kind] // model.context)
+        softmax = 3 * CHUNK_BYTES[kind]  # a chunk, its exponentials, and a margin
         free = MEMORY_SHARE[kind] * free_memory(model.device) - softmax
         rows = max(1, min(useful, int(free // row_bytes(model))))
     return Batch(rows, model.context)
 
 
-def kind_of(device: torch.device) -> str:
-    """The key of the limits above."""
+def device_kind(device: torch.device) -> str:
+    """The key in the tables of limits above."""
     return "cuda" if device.type == "cuda" else "cpu"
 
 
 def row_bytes(model: TrainedModel) -> int:
-    """An estimate of the memory for a row of `context` tokens, without the weights and the softmax.
+    """Estimate the memory of a row of `context` tokens, without weights and softmax.
 
     Elements per token, in the model's dtype: logits, V; states, 2 · width per layer (DAR has two streams per block) and
     8 · width in the active layer; its feed-forward, 4 · ffn; attention scores, heads · context.
@@ -89,7 +89,7 @@ def row_bytes(model: TrainedModel) -> int:
     config, context = model.network.config, model.context
 
     def size(*keys: str) -> int | None:
-        return next((found for key in keys if (found := getattr(config, key, None))), None)
+        return next((value for key in keys if (value := getattr(config, key, None))), None)
 
     width = size("hidden_size", "width") or model.network.get_input_embeddings().weight.shape[-1]
     layers = size("num_hidden_layers", "layers") or 1
@@ -100,19 +100,19 @@ def row_bytes(model: TrainedModel) -> int:
 
 
 def free_memory(device: torch.device) -> int:
-    """Free bytes of a GPU, or of the machine or the control group, whichever has less."""
+    """Free bytes of a GPU, or of the machine or its control group, whichever has less."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     free = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     with contextlib.suppress(OSError, ValueError, KeyError):  # not Linux
         free.append(_numbers(MEMINFO)["MemAvailable"] * 1024)
     for limit, used, statistics in CGROUP_FILES:
-        with contextlib.suppress(OSError, ValueError, KeyError):  # no control group of this version, or no limit
+        with contextlib.suppress(OSError, ValueError, KeyError):  # another version of control groups, or no limit
             reclaimable = _numbers(CGROUP / statistics)["inactive_file"]  # counted as used
             free.append(int((CGROUP / limit).read_text()) - int((CGROUP / used).read_text()) + reclaimable)
     return min(free)
 
 
 def _numbers(path: Path) -> dict[str, int]:
-    """Of lines such as `MemFree: 12 kB`."""
+    """Parse lines such as `MemFree: 12 kB`."""
     return {words[0].rstrip(":"): int(words[1]) for line in path.read_text().splitlines() if (words := line.split())}

@@ -1,7 +1,7 @@
-"""Measured results on disk: each is written as soon as it is there, and not measured again.
+"""Results cached on disk: each is written as soon as it is measured, and not measured again.
 
-A result is found by its key: the model's identity and everything else that determines the number. A changed model or
-changed data has another key.
+The key of a result has the model's identity and everything else that determines the number, so a changed model or
+changed data has a different key.
 """
 
 import hashlib
@@ -13,26 +13,26 @@ from typing import Any, NamedTuple
 from dualres.util.atomic_files import write_json
 
 FOLDER = "cache"
-PROTOCOL = 1  # increment it when our way of measuring changes: all cached results become stale
+PROTOCOL = 1  # increment it when the way of measuring changes: all cached results become stale
 
 
 class Measurement(NamedTuple):
-    """Something to measure. Its result is a NamedTuple."""
+    """A measurement to run; its result is a NamedTuple."""
 
     title: str  # in file names and progress lines
-    key: Mapping[str, Any]  # all that determines the result, for JSON
+    key: Mapping[str, Any]  # everything that determines the result, for JSON
     run: Callable[[], Any]
-    from_data: Callable[[Mapping[str, Any]], Any]  # the result from the fields in the file
+    from_data: Callable[[Mapping[str, Any]], Any]  # builds the result from the fields in the file
 
 
 def read(out: Path, measurement: Measurement, say: Callable[[str], None]) -> Any | None:
-    """The result that was cached in `out`; None if there is none, or if the file is damaged."""
+    """The result cached in `out`; None if there is none, or if the file is damaged."""
     path = path_of(out, measurement)
     try:
-        found = json.loads(path.read_bytes())
-        if found["key"] != _key(measurement) or found["checksum"] != _checksum(found["result"]):
+        cached = json.loads(path.read_bytes())
+        if cached["key"] != _key(measurement) or cached["checksum"] != _checksum(cached["result"]):
             raise ValueError("wrong key or checksum")
-        return measurement.from_data(found["result"])
+        return measurement.from_data(cached["result"])
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -48,7 +48,7 @@ def write(out: Path, measurement: Measurement, result: Any) -> None:
 
 
 def path_of(out: Path, measurement: Measurement) -> Path:
-    """The title, for people, and a hash of the key."""
+    """A file name with the title, for people, and a hash of the key."""
     title = "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in measurement.title)
     return out / FOLDER / f"{title[:80]}-{_checksum(_key(measurement))[:16]}.json"
 

@@ -2,7 +2,7 @@
 
 folder/c4_en.jsonl            one file per source,
 folder/ptb/val/a.jsonl.gz     or one folder per source, with all files below it,
-file.jsonl                    or one file whose rows name their `source` (by default, the file's name)
+file.jsonl                    or one file with a `source` in every row (by default, the file's name)
 """
 
 import hashlib
@@ -15,7 +15,7 @@ from dualres.util.errors import DataError
 
 ENDINGS = (".jsonl", *(f".jsonl{compression}" for compression in COMPRESSIONS))
 SPLITS = ("train", "val", "validation", "dev", "test")  # Paloma has val and test
-MOST_SOURCES = 1000  # in one file, which is read once per source
+MAX_SOURCES = 1000  # in one file, which is read once per source
 
 PALOMA = {  # Paloma's folders -> the paper's groups, in the order of its table
     "4chan_meta_sep": "4chan",
@@ -42,10 +42,10 @@ class DocumentSource(NamedTuple):
 
     name: str
     files: tuple[Path, ...]
-    by_row: bool  # whether only rows that name the source belong to it; otherwise all do
+    by_row: bool  # whether the files mix sources, and each row names its own
     documents: int
     bytes: int  # of the texts in UTF-8
-    content: str  # digest of the texts and their order
+    content: str  # digest of the texts, in order
 
 
 def find_sources(path: Path) -> list[DocumentSource]:
@@ -63,23 +63,23 @@ def find_sources(path: Path) -> list[DocumentSource]:
 
 
 def texts(source: DocumentSource) -> Iterator[str]:
-    """The documents of a source. Raises at the end if they changed since the source was found."""
+    """The documents of a source. Raises at the end if they changed since `find_sources`."""
     tally = _Tally()
     for _, name, text in _documents(None if source.by_row else source.name, source.files):
         if name == source.name:
             tally.add(text)
             yield text
     if tally.hash.hexdigest() != source.content:
-        raise DataError(f"the source {source.name} changed while it was read: run the command again")
+        raise DataError(f"the source {source.name} changed while it was being read: rerun the command")
 
 
 def _sources(name: str | None, files: Sequence[Path]) -> Iterator[DocumentSource]:
-    """The source with this name; without a name, those that the rows name, in the order of their first rows."""
+    """The source `name`; if None, the sources named in the rows, in order of appearance."""
     tallies: dict[str, _Tally] = {}
     for where, source, text in _documents(name, files):
-        if source not in tallies and len(tallies) == MOST_SOURCES:
+        if source not in tallies and len(tallies) == MAX_SOURCES:
             raise DataError(
-                f"{where} has source number {MOST_SOURCES + 1:,}, {source!r:.40}: `source` must name a collection of "
+                f"{where} has source number {MAX_SOURCES + 1:,}, {source!r:.40}: `source` must name a collection of "
                 "texts, not each text"
             )
         tallies.setdefault(source, _Tally()).add(text)
@@ -92,7 +92,7 @@ def _sources(name: str | None, files: Sequence[Path]) -> Iterator[DocumentSource
 
 
 def _documents(name: str | None, files: Sequence[Path]) -> Iterator[tuple[str, str, str]]:
-    """Location, source and text of every row. The source is `name`, or what the row says without one."""
+    """Location, source and text of every row. The source is `name`; if None, it is read from the row."""
     for path in files:
         for where, row in json_rows(path):
             if not isinstance(row, dict):

@@ -1,4 +1,4 @@
-"""Everything that is requested of a model, one measurement after the other, from the cache where possible."""
+"""Runs all requested measurements of a model, using cached results where possible."""
 
 import hashlib
 import json
@@ -32,7 +32,7 @@ class EvaluationRequest:
 
     validation: Path | None = None  # folder of `dualres prepare`
     validation_tokens: int | None = None  # at most; None: all
-    documents: str = ""  # collective name of the sources
+    documents: str = ""  # name of the file or folder of the sources
     sources: tuple[DocumentSource, ...] = ()
     first_token: FirstToken = "scored"
     tasks: tuple[TaskDocuments, ...] = ()
@@ -57,7 +57,7 @@ class FailedMeasurement(NamedTuple):
     error: Exception
 
     def __str__(self) -> str:
-        """On one line; with the type of errors that are not ours."""
+        """One line; with the type of an error that is not from dualres."""
         ours = isinstance(self.error, ConfigError | DataError | ModelError | TrainError)
         kind = "" if ours else f"{type(self.error).__name__}: "
         return f"dualres: {self.what} failed: {kind}{' '.join(str(self.error).split())}"
@@ -66,7 +66,7 @@ class FailedMeasurement(NamedTuple):
 def measure(
     model: TrainedModel, request: EvaluationRequest, out: Path, progress: Progress
 ) -> tuple[ModelResult, list[FailedMeasurement]]:
-    """Run every measurement that is not cached in `out`. One that fails does not stop the others."""
+    """Run every measurement that is not cached in `out`. A failure does not stop the others."""
     results: list[Any] = []
     failures = []
     for measurement in measurements(model, request, lambda text: progress.show(f"{model.name}  {text}")):
@@ -85,7 +85,7 @@ def measure(
             how = duration(time.monotonic() - start)
         progress.say(f"{what}: {result} ({how})")
         results.append(result)
-    found = ModelResult(
+    model_result = ModelResult(
         model.name,
         model.identity,
         tokenizer_digest(model),
@@ -94,44 +94,44 @@ def measure(
         tuple(result for result in results if isinstance(result, SourceScore)),
         tuple(result for result in results if isinstance(result, TaskScore)),
     )
-    return found, failures
+    return model_result, failures
 
 
 def measurements(model: TrainedModel, request: EvaluationRequest, show: Show) -> Iterator[Measurement]:
-    """What is requested of a model, with the keys under which the results are cached."""
+    """The requested measurements of a model, with the cache keys of their results."""
     batch, limit, first = batch_for(model, request.rows), request.limit, request.first_token
-    who = {"model": model.identity, "context": model.context, "prefix": model.prefix}
+    common = {"model": model.identity, "context": model.context, "prefix": model.prefix}
     if (data := request.validation) is not None:
         tokens = request.validation_tokens
         yield Measurement(
             "validation",
-            {**who, "measure": "validation", "content": read_index(data).content, "tokens": tokens},
+            {**common, "measure": "validation", "content": read_index(data).content, "tokens": tokens},
             partial(validation_loss, model, data, batch=batch, tokens=tokens, show=show),
             lambda data: ValidationScore(**data),
         )
     for source in request.sources:
-        what = {"measure": "perplexity", "source": source.name, "content": source.content, "first_token": first}
+        specific = {"measure": "perplexity", "source": source.name, "content": source.content, "first_token": first}
         yield Measurement(
             f"perplexity {source.name}",
-            {**who, **what},
+            {**common, **specific},
             partial(perplexity.score_source, model, source, batch=batch, first_token=first, show=show),
             lambda data: SourceScore(**data),
         )
     for documents in request.tasks:
-        what = {"measure": "zero-shot", "task": documents.task.name, "split": documents.split}
-        what |= {"origin": documents.origin, "content": documents.digest, "harness": zero_shot.harness_version()}
+        specific = {"measure": "zero-shot", "task": documents.task.name, "split": documents.split}
+        specific |= {"origin": documents.origin, "content": documents.digest, "harness": zero_shot.harness_version()}
         yield Measurement(
             f"zero-shot {documents.task.name}",
-            {**who, **what, "limit": limit},
+            {**common, **specific, "limit": limit},
             partial(zero_shot.score_task, model, documents, batch=request.rows or batch, limit=limit, show=show),
             zero_shot.from_data,
         )
 
 
 def tokenizer_digest(model: TrainedModel) -> str:
-    """Equal for two tokenizers that split text into the same tokens, whatever special tokens they add."""
+    """A hash that is equal for tokenizers that split text into the same tokens, whatever special tokens they add."""
     backend = model.backend
-    described = {} if backend is None else tokens_description(backend)
+    description = {} if backend is None else tokens_description(backend)
     vocabulary = model.require_tokenizer().get_vocab() if backend is None else backend.get_vocab()
-    text = json.dumps([described, sorted(vocabulary.items())], sort_keys=True)
+    text = json.dumps([description, sorted(vocabulary.items())], sort_keys=True)
     return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:16]

@@ -33,7 +33,7 @@ def render(models: Sequence[ModelResult], request: EvaluationRequest, form: str)
 
 
 def markdown(table: ResultTable) -> str:
-    """With a heading, and the notes as a list."""
+    """A Markdown table with a heading, and the notes as a list."""
 
     def line(cells: Sequence[str]) -> str:
         return f"| {' | '.join(cells)} |"
@@ -48,10 +48,10 @@ def markdown(table: ResultTable) -> str:
 
 
 def latex(table: ResultTable) -> str:
-    """For `booktabs`, with the notes beneath."""
+    """A LaTeX table that uses `booktabs`, with the notes below it."""
 
     def line(cells: Sequence[str]) -> str:
-        guard = "{}" if cells[0].startswith(("[", "*")) else ""  # which the \\\\ before would take as its argument
+        guard = "{}" if cells[0].startswith(("[", "*")) else ""  # otherwise the \\\\ before it takes an argument
         return f"{guard}{' & '.join(cells)} \\\\"
 
     lines = ["\\begin{table}[t]", "\\centering", "\\small", f"\\caption{{{_escape_latex(table.title)}}}"]
@@ -69,7 +69,7 @@ def latex(table: ResultTable) -> str:
 
 
 def as_data(models: Sequence[ModelResult], request: EvaluationRequest) -> dict[str, Any]:
-    """Every number with how it was measured, the tables and the paper's rows; null where a number is not finite."""
+    """All numbers, how they were measured, the tables and the paper's rows; null for numbers that are not finite."""
     data = {
         "request": {
             "validation": None if request.validation is None else str(request.validation),
@@ -94,8 +94,7 @@ def as_data(models: Sequence[ModelResult], request: EvaluationRequest) -> dict[s
             ],
         },
     }
-    finite: dict[str, Any] = nonfinite_to_null(data)
-    return finite
+    return dict(nonfinite_to_null(data))
 
 
 def _model_data(model: ModelResult, request: EvaluationRequest) -> dict[str, Any]:
@@ -133,7 +132,7 @@ def _latex_cell(cell: TableCell) -> str:
 
 
 def _escape_markdown(text: str) -> str:
-    """A bar would end a column; an underscore within a word needs no escape."""
+    """Escape Markdown, including the bar, which would end a column; an underscore within a word needs no escape."""
     return re.sub(r"([\\|*`<\[]|\b_|_\b|(?<!\w)_)", r"\\\1", text)
 
 

@@ -1,6 +1,6 @@
 """Perplexity of documents by source: per token and per byte, pooled as in the paper, and as a mean over sources.
 
-Every document is scored on its own. Special tokens in its text are read as text; only the prefix is added.
+Every document is scored on its own. Special tokens in its text are treated as text; only the prefix is added.
 """
 # B rows  T tokens  N tokens of all rows  V vocabulary
 
@@ -16,13 +16,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dualres.evaluate.batch_size import CHUNK_BYTES, Batch, kind_of
+from dualres.evaluate.batch_size import CHUNK_BYTES, Batch, device_kind
 from dualres.evaluate.documents import DocumentSource, texts
 from dualres.hub.open_model import TrainedModel
 from dualres.util.errors import DataError
 from dualres.util.progress import Show, short, silent
 
-BUFFER = 2**21  # characters of documents that are tokenized together and sorted by length, for less padding
+BUFFER = 2**21  # characters of documents that are tokenized together, and sorted by length for less padding
 MEASURES = ("token_ppl", "byte_ppl", "bits_per_byte")
 
 FirstToken = Literal["scored", "skipped"]
@@ -30,7 +30,7 @@ Tokens = NDArray[np.int64]
 
 
 class SourceScore(NamedTuple):
-    """The log-likelihood of the documents of one source, or of several pooled."""
+    """The log-likelihood of the documents of one source, or of several sources pooled."""
 
     name: str
     documents: int
@@ -87,7 +87,7 @@ def score_source(
     first_token: FirstToken = "scored",
     show: Show = silent,
 ) -> SourceScore:
-    """The log-likelihood of every document of a source, in windows of `context` tokens that do not overlap.
+    """Score every document of a source in non-overlapping windows of `context` tokens.
 
     scored:  every token is predicted once: the first of a document from the model's prefix, the first of a later
              window from the token before it.
@@ -99,10 +99,10 @@ def score_source(
     for buffer in _buffers(texts(source)):
         windows: list[Window] = []
         for number, row in enumerate(_tokenized(model, buffer), start=documents + 1):
-            windows += [Window(number, piece) for piece in _cut(row, model, first_token)]
+            windows += [Window(number, piece) for piece in _windows(row, model, first_token)]
         windows.sort(key=len, reverse=True)
         done = 0
-        for scored in batch.over(windows, lambda piece: [*zip(piece, window_nats(model, piece), strict=True)]):
+        for scored in batch.map(windows, lambda piece: [*zip(piece, window_nats(model, piece), strict=True)]):
             for window, value in scored:
                 if not math.isfinite(value):
                     raise DataError(
@@ -112,9 +112,9 @@ def score_source(
                 nats += value
                 tokens += len(window)
             done += len(scored)
-            about = documents + len(buffer) * done // len(windows)  # they are scored out of order
+            progress = documents + len(buffer) * done // len(windows)  # estimated: windows are sorted by length
             rate = short(tokens / max(1e-9, time.monotonic() - start))
-            show(f"{source.name}  {about:,}/{source.documents:,} documents  {short(tokens)} tokens  {rate} tokens/s")
+            show(f"{source.name}  {progress:,}/{source.documents:,} documents  {short(tokens)} tokens  {rate} tokens/s")
         documents += len(buffer)
     if tokens == 0:
         raise DataError(
@@ -126,10 +126,10 @@ def score_source(
 
 def pooled(scores: Sequence[SourceScore]) -> SourceScore:
     """PPL = exp(−Σ_s Σ_t log p(x_{s,t}) / Σ_s N_s), the paper's aggregate; likewise per byte."""
-    ways = {(score.first_token, score.context) for score in scores}
-    if len(ways) != 1:
-        raise DataError(f"scores of different protocols cannot be pooled: {sorted(ways)}")
-    [(first_token, context)] = ways
+    protocols = {(score.first_token, score.context) for score in scores}
+    if len(protocols) != 1:
+        raise DataError(f"scores of different protocols cannot be pooled: {sorted(protocols)}")
+    [(first_token, context)] = protocols
     return SourceScore(
         "pooled",
         sum(score.documents for score in scores),
@@ -147,37 +147,37 @@ def macro(scores: Sequence[SourceScore]) -> MacroScore:
 
 
 def as_data(score: SourceScore) -> dict[str, Any]:
-    """For JSON, with the derived measures."""
+    """The score as JSON data, with the derived measures."""
     return {**score._asdict(), **{measure: getattr(score, measure) for measure in MEASURES}}
 
 
 def check_vocabulary(model: TrainedModel) -> None:
-    """Refuse a tokenizer with token ids beyond the model's vocabulary."""
-    known = model.vocab_size
+    """Raise if the tokenizer has token ids beyond the model's vocabulary."""
+    size = model.vocab_size
     name, largest = max(model.hf_tokenizer.get_vocab().items(), key=lambda entry: entry[1])
-    if largest >= known:
+    if largest >= size:
         raise DataError(
             f"the tokenizer of {model.name} has the token {name!r} with id {largest:,}, but the model's vocabulary has "
-            f"{known:,} entries: use the tokenizer that the model was trained with"
+            f"{size:,} entries: use the tokenizer that the model was trained with"
         )
-    if not 0 <= model.prefix < known:
-        raise DataError(f"the prefix of {model.name}, token {model.prefix:,}, is not in its vocabulary of {known:,}")
+    if not 0 <= model.prefix < size:
+        raise DataError(f"the prefix of {model.name}, token {model.prefix:,}, is not in its vocabulary of {size:,}")
 
 
 def target_nats(logits: Tensor, targets: Tensor) -> Tensor:
     """−log softmax(logits)[target], in float32 or wider, in chunks of rows. (N,V), (N) -> (N)"""
     precise = torch.promote_types(logits.dtype, torch.float32)
-    rows = max(1, CHUNK_BYTES[kind_of(logits.device)] // (4 * logits.shape[-1]))
-    found = []
+    rows = max(1, CHUNK_BYTES[device_kind(logits.device)] // (4 * logits.shape[-1]))
+    nats = []
     for piece, target in zip(logits.split(rows), targets.split(rows), strict=True):
         piece = piece.to(precise)
-        found.append(piece.logsumexp(-1) - piece.gather(-1, target[:, None])[:, 0])
-    return torch.cat(found)
+        nats.append(piece.logsumexp(-1) - piece.gather(-1, target[:, None])[:, 0])
+    return torch.cat(nats)
 
 
 @torch.no_grad()
 def window_nats(model: TrainedModel, windows: Sequence[Window]) -> list[float]:
-    """The sum over the targets of each window. Rows are padded on the right, which a causal model does not see."""
+    """The sum over the targets of each window. Rows are padded on the right, which a causal model ignores."""
     lengths = torch.tensor([len(window) for window in windows])
     rows = torch.full((len(windows), int(lengths.max()) + 1), model.prefix)  # (B,T+1)
     for row, window in zip(rows, windows, strict=True):
@@ -189,7 +189,7 @@ def window_nats(model: TrainedModel, windows: Sequence[Window]) -> list[float]:
     return nats.masked_fill(padding, 0).sum(-1).tolist()
 
 
-def _cut(tokens: Tokens, model: TrainedModel, first_token: FirstToken) -> Iterator[Tokens]:
+def _windows(tokens: Tokens, model: TrainedModel, first_token: FirstToken) -> Iterator[Tokens]:
     scored = first_token == "scored"
     row = np.concatenate([[model.prefix], tokens]) if scored else tokens
     for start in range(0, len(tokens), model.context):
@@ -224,5 +224,5 @@ def _buffers(documents: Iterator[str]) -> Iterator[list[str]]:
 
 
 def _exp(value: float) -> float:
-    """Infinity instead of an overflow."""
+    """The exponential, or infinity instead of an overflow."""
     return math.exp(value) if value < 709 else math.inf

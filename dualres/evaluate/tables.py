@@ -1,6 +1,6 @@
 """The paper's three evaluation tables with our models: language-model fit, perplexity by source, zero-shot accuracy.
 
-The notes of a table say how its numbers were measured, and what they cannot be compared with.
+The notes of a table tell how its numbers were measured, and what they cannot be compared with.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ REFERENCE = "the paper's 1B, not reproduced here"
 
 BEST = "Bold: the best of our models, by the printed digits; the paper's rows are not considered."
 FIRST_TOKEN = {
-    "scored": "every token scored, the first of a document given the token that begins or separates documents",
+    "scored": "every token scored, the first of a document given the token that starts or separates documents",
     "skipped": "the first token of each window skipped",
 }
 OTHER_TOKENIZERS = (
@@ -56,9 +56,9 @@ class ResultTable(NamedTuple):
 
 
 def tables(models: Sequence[ModelResult], request: EvaluationRequest) -> list[ResultTable]:
-    """The tables of the measures that were requested."""
-    wanted = {fit: request.validation or request.sources, by_source: request.sources, zero_shot: request.tasks}
-    return [make(models, request) for make, measured in wanted.items() if measured]
+    """The tables of the requested measures."""
+    requested = {fit: request.validation or request.sources, by_source: request.sources, zero_shot: request.tasks}
+    return [make(models, request) for make, measured in requested.items() if measured]
 
 
 def is_paloma(request: EvaluationRequest) -> bool:
@@ -139,7 +139,7 @@ def by_source(models: Sequence[ModelResult], request: EvaluationRequest) -> Resu
         notes.append(f"The paper's columns are its 1B models on Paloma, not reproduced here. {PAPER_TOKENS}")
     if known and not is_paloma(request):
         notes.append(
-            f"By name, {len(known)} of Paloma's sixteen sources are here; their documents need not be Paloma's."
+            f"By name, {len(known)} of Paloma's sixteen sources are here; their documents may differ from Paloma's."
         )
     return ResultTable(
         "sources",
@@ -214,7 +214,7 @@ def _closing_notes(models: Sequence[ModelResult]) -> list[str]:
 
 
 def _describe_sources(request: EvaluationRequest) -> str:
-    """For a title."""
+    """The sources, for a title."""
     if is_paloma(request):
         return f"Paloma, its sixteen sources as in {request.documents}"
     count = len(request.sources)
@@ -235,10 +235,10 @@ def _contexts(models: Sequence[ModelResult]) -> str:
 
 def _by_model(models: Sequence[ModelResult], texts: Sequence[str | None]) -> str:
     """One text if it is the same for all models, otherwise each with the model's name."""
-    found = [(model.name, text) for model, text in zip(models, texts, strict=True) if text is not None]
-    if len({text for _, text in found}) <= 1:
-        return found[0][1] if found else "no tokens"
-    return ", ".join(f"{text} ({name})" for name, text in found)
+    named = [(model.name, text) for model, text in zip(models, texts, strict=True) if text is not None]
+    if len({text for _, text in named}) <= 1:
+        return named[0][1] if named else "no tokens"
+    return ", ".join(f"{text} ({name})" for name, text in named)
 
 
 def _model_rows(models: Sequence[ModelResult], columns: Columns) -> Rows:
@@ -257,7 +257,7 @@ def _accuracies(models: Sequence[ModelResult], task: str, metric: str) -> list[A
 
 
 def _cells(values: Sequence[float | None], digits: int, best: Callable[..., str] | None) -> list[TableCell]:
-    """Bold: the best of at least two, by the printed digits, with ties; `best` is None if they are not comparable."""
+    """Cells with the best of at least two in bold, by printed digits; `best` is None if they are not comparable."""
     texts = [EMPTY if value is None else f"{value:,.{digits}f}" for value in values]
     printed = [text for text in texts if text != EMPTY]
     bold = best(printed, key=lambda text: float(text.replace(",", ""))) if best and len(printed) > 1 else None
@@ -265,7 +265,7 @@ def _cells(values: Sequence[float | None], digits: int, best: Callable[..., str]
 
 
 def _accuracy_cells(accuracies: Sequence[Accuracy | None]) -> list[TableCell]:
-    """In percent, with standard errors."""
-    cells = _cells([None if found is None else 100 * found.value for found in accuracies], 2, max)
-    errors = ["" if found is None or found.error is None else f"{100 * found.error:.2f}" for found in accuracies]
+    """Accuracies in percent, with standard errors."""
+    cells = _cells([None if a is None else 100 * a.value for a in accuracies], 2, max)
+    errors = ["" if a is None or a.error is None else f"{100 * a.error:.2f}" for a in accuracies]
     return [cell._replace(error=error) for cell, error in zip(cells, errors, strict=True)]

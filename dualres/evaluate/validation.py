@@ -32,10 +32,10 @@ class ValidationScore(NamedTuple):
 def validation_loss(
     model: TrainedModel, data: Path, *, batch: Batch, tokens: int | None = None, show: Show = silent
 ) -> ValidationScore:
-    """On the `validation` split in the order of the text, in windows of the model's context.
+    """Mean loss on the `validation` split in text order, in windows of the model's context.
 
-    On at most `tokens` tokens in whole windows, at least one, like `train.validation_tokens`; None for all. Documents
-    are packed as in training: a token attends to its whole window.
+    `tokens` limits the number of tokens to whole windows, at least one, like `train.validation_tokens`; None uses all.
+    Documents are packed as in training: a token attends to its whole window.
     """
     index = shards.read_index(data)
     model.check_tokens(data)
@@ -49,7 +49,7 @@ def validation_loss(
         nonlocal done
         windows = [Window(number, row) for number, row in enumerate(sequences.numpy(), start=done + 1)]
         nats = 0.0
-        for values in batch.over(windows, lambda piece: window_nats(model, piece)):
+        for values in batch.map(windows, lambda piece: window_nats(model, piece)):
             nats += math.fsum(values)
             done += len(values)
             rate = short(done * context / max(1e-9, time.monotonic() - start))

@@ -1,4 +1,4 @@
-"""Zero-shot accuracy through lm-evaluation-harness, with its default formulation of every task."""
+"""Zero-shot accuracy with lm-evaluation-harness, in its default formulation of every task."""
 
 import copy
 import itertools
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dualres.config.schema import ConfigError
-from dualres.evaluate.batch_size import MOST_ROWS, Batch, halved_until_it_fits
+from dualres.evaluate.batch_size import MAX_ROWS, Batch, run_halving
 from dualres.evaluate.perplexity import check_vocabulary
 from dualres.evaluate.tasks import TaskDocuments
 from dualres.hub.open_model import TrainedModel
@@ -34,10 +34,10 @@ class TaskScore(NamedTuple):
     """The result of one model on one task."""
 
     task: str  # the harness's name
-    metric: str  # that the tables print
+    metric: str  # printed in the tables
     accuracies: Mapping[str, Accuracy]  # acc and, where the task has it, acc_norm
     documents: int
-    cut: int  # answers whose prompt was truncated on the left to fit into the context
+    cut: int  # answers with a prompt truncated on the left to fit into the context
     harness: str  # version
     version: str  # of the task
 
@@ -53,8 +53,7 @@ class TaskScore(NamedTuple):
 
 def harness_version() -> str:
     """The version of lm-evaluation-harness."""
-    version: str = need("lm_eval", "evaluate", PURPOSE).__version__
-    return version
+    return str(need("lm_eval", "evaluate", PURPOSE).__version__)
 
 
 def score_task(
@@ -67,7 +66,7 @@ def score_task(
 ) -> TaskScore:
     """Accuracy of the most likely answers: acc by log-likelihood, acc_norm by log-likelihood per character.
 
-    Prompts that exceed the model's context are truncated on the left. `limit` takes the first documents only. `batch`
+    Prompts that exceed the model's context are truncated on the left. `limit` scores only the first documents. `batch`
     is a number of rows, or a token budget that is divided by the task's longest prompt; a batch that runs out of GPU
     memory is halved.
     """
@@ -86,8 +85,8 @@ def score_task(
             prefix_token_id=model.prefix,
         )
         hooks = _Hooks(adapter, documents.task.name, model, batch, show)
-        found = evaluator.evaluate(adapter, {"tasks": {name: task}}, limit=limit, log_samples=False)
-    metrics = found["results"][name]
+        output = evaluator.evaluate(adapter, {"tasks": {name: task}}, limit=limit, log_samples=False)
+    metrics = output["results"][name]
     accuracies = {}
     for metric in ("acc", "acc_norm"):
         if f"{metric},none" in metrics:
@@ -97,10 +96,10 @@ def score_task(
         task=name,
         metric=documents.task.metric,
         accuracies=accuracies,
-        documents=found["n-samples"][name]["effective"],
+        documents=output["n-samples"][name]["effective"],
         cut=hooks.cut,
         harness=harness_version(),
-        version=str(found["versions"][name]) + (" with acc_norm added" if name in ADDED_METRICS else ""),
+        version=str(output["versions"][name]) + (" with acc_norm added" if name in ADDED_METRICS else ""),
     )
 
 
@@ -110,12 +109,12 @@ def average(scores: Sequence[TaskScore]) -> float:
 
 
 def from_data(data: Mapping[str, Any]) -> TaskScore:
-    """From the JSON of `score._asdict()`, in which tuples are lists."""
+    """Rebuild a score from the JSON of `score._asdict()`, where tuples are lists."""
     return TaskScore(**{**data, "accuracies": {key: Accuracy(*value) for key, value in data["accuracies"].items()}})
 
 
 def harness_task(documents: TaskDocuments, limit: int | None) -> Any:
-    """The harness's task, with local documents in place of the Hub's, after all of them were checked."""
+    """The harness's task, with local documents instead of the Hub's; all documents are checked."""
     tasks = need("lm_eval.tasks", "evaluate", PURPOSE)
     name = documents.task.name
     folder = Path(tasks.__file__).parent / documents.task.folder  # indexing all folders takes half a minute
@@ -133,7 +132,7 @@ def harness_task(documents: TaskDocuments, limit: int | None) -> Any:
     try:
         # Within a group, a task extends the harness's YAML; on its own it would replace it.
         loaded = manager.load([{"group": "dualres", "task": [{"task": name, **changes}]}])
-    except Exception as error:  # `datasets` raises many types: no network, a dataset that was moved
+    except Exception as error:  # `datasets` raises many types, such as for no network or a moved dataset
         remedy = "" if documents.rows is not None else "; use --tasks-from olmo or a local folder"
         raise DataError(f"{name} cannot be loaded from {documents.origin}{remedy}: {_describe(error)}") from None
     task = loaded["tasks"][name]
@@ -143,24 +142,24 @@ def harness_task(documents: TaskDocuments, limit: int | None) -> Any:
 
 
 def _check_documents(task: Any, documents: TaskDocuments, limit: int | None) -> None:
-    """Refuse documents that the harness scores without an error as wrong, or with a division by zero."""
+    """Raise for documents that the harness would silently score as wrong, or divide by zero for."""
     for number, document in enumerate(itertools.islice(task.task_docs, limit), start=1):
         where = f"document {number} of {documents.origin} ({documents.task.name})"
         try:
             choices, target = task.doc_to_choice(document), task.doc_to_target(document)
-            # WinoGrande: the prompts are the choices, and the harness returns the right one as the text.
-            right = task.doc_to_text(document) if task.multiple_input else target
+            # WinoGrande: the prompts are the choices, and the harness returns the correct one as the text.
+            correct = task.doc_to_text(document) if task.multiple_input else target
             answers = [target] if task.multiple_input else choices
         except Exception as error:
             raise DataError(f"{where} cannot be read by the harness: {_describe(error)}") from None
-        if not isinstance(right, int) or not 0 <= right < len(choices):
-            raise DataError(f"{where} has the right answer {right!r}, which is not one of its {len(choices)} choices")
+        if not isinstance(correct, int) or not 0 <= correct < len(choices):
+            raise DataError(f"{where} has the correct answer {correct!r}, not one of its {len(choices)} choices")
         if not all(answer.strip() for answer in answers):
             raise DataError(f"{where} has an empty answer: {answers}")
 
 
 class _Hooks:
-    """Observes the harness while it scores: chooses the batch, counts truncated prompts, refuses NaN."""
+    """Hooks into the harness while it scores: chooses the batch, counts truncated prompts, raises on NaN."""
 
     def __init__(self, adapter: Any, task: str, model: TrainedModel, batch: int | Batch, show: Show):
         self.task, self.model, self.context, self.batch, self.show = task, model.name, model.context, batch, show
@@ -170,7 +169,7 @@ class _Hooks:
         adapter.set_cache_hook(self)
 
     def loglikelihood_tokens(self, requests: Sequence[tuple[Any, list[int], list[int]]], **options: Any) -> Any:
-        """Called once with all tokenized answers of the task: (texts, prompt, answer)."""
+        """Called once with all tokenized answers of the task, as (texts, prompt, answer)."""
         self.answers = len(requests)
         longest = max(len(answer) for _, _, answer in requests)
         if longest > self.context:  # a bare `assert` in the harness
@@ -182,7 +181,7 @@ class _Hooks:
         self.cut = sum(len(prompt) + len(answer) > self.context + 1 for _, prompt, answer in requests)
         if isinstance(self.batch, Batch):
             row = min(self.context, max(len(prompt) + len(answer) for _, prompt, answer in requests))
-            rows = max(1, min(MOST_ROWS, self.batch.tokens // row))
+            rows = max(1, min(MAX_ROWS, self.batch.tokens // row))
         else:
             rows = self.batch
 
@@ -190,7 +189,7 @@ class _Hooks:
             self.done, self.adapter.batch_size_per_gpu = 0, rows
             return self.score(requests, **options)
 
-        return halved_until_it_fits(rows, score)[1]
+        return run_halving(rows, score)[1]
 
     def add_partial(self, kind: str, request: object, answer: tuple[float, bool]) -> None:
         """Called after each answer: to the harness, this object is a cache."""
@@ -209,8 +208,8 @@ def quiet() -> Iterator[None]:
     tqdm = need("tqdm", "evaluate", PURPOSE).tqdm
     original, level = tqdm.__init__, logging.root.manager.disable
 
-    def disabled(self: Any, *given: Any, **options: Any) -> None:
-        original(self, *given, **{**options, "disable": True})
+    def disabled(self: Any, *args: Any, **options: Any) -> None:
+        original(self, *args, **{**options, "disable": True})
 
     try:
         tqdm.__init__ = disabled
@@ -222,5 +221,5 @@ def quiet() -> Iterator[None]:
 
 
 def _describe(error: Exception) -> str:
-    """On one line."""
+    """The error's type and message on one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"

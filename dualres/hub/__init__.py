@@ -1,12 +1,12 @@
-"""Models between runs, Hugging Face folders and Llama's family.
+"""Trained models as runs, Hugging Face folders and Llama-family checkpoints.
 
-open_model  the one way to open a run, an exported folder or a Hugging Face causal LM
-export      write a run as a Hugging Face folder or a Llama checkpoint, and import it again
-convert     put a Llama, Mistral or Qwen on another residual pathway with unchanged outputs
-hf_model    the decoder as a `PreTrainedModel`; hf_config beside it
-megatron    the residual pathways in a Megatron-Core GPT
+open_model  opens a run, an exported folder or a Hugging Face causal LM
+export      writes a run as a Hugging Face folder or a Llama checkpoint, and imports it again
+convert     converts a Llama, Mistral or Qwen to another residual pathway with unchanged outputs
+hf_model    the decoder as a `PreTrainedModel`, with `hf_config` as its config
+megatron    residual pathways in a Megatron-Core GPT
 
-Importing this package registers dualres models with the Auto classes of `transformers`, where it is installed:
+Importing this package registers dualres models with the Auto classes of `transformers`, if it is installed:
 `import dualres.hub`, then `AutoModelForCausalLM.from_pretrained(folder)`.
 """
 
@@ -16,7 +16,7 @@ from dualres.util import optional_dependencies
 
 
 def register() -> None:
-    """Make the Auto classes of `transformers` know dualres models."""
+    """Register dualres models with the Auto classes of `transformers`."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from dualres.hub.hf_config import DualResConfig
@@ -27,5 +27,5 @@ def register() -> None:
 
 
 if not optional_dependencies.on_demand:
-    with contextlib.suppress(ImportError):  # without transformers, or with one that is too old, runs still open
+    with contextlib.suppress(ImportError):  # runs can be opened without transformers, or with an old version
         register()

@@ -1,4 +1,4 @@
-"""The config of a dualres model in `transformers`: the sections `model` and `residual` of an experiment."""
+"""The `transformers` config of a dualres model: the sections `model` and `residual` of an experiment."""
 
 import dataclasses
 import importlib
@@ -17,7 +17,7 @@ def _size(key: str) -> Any:
 
 
 class DualResConfig(PreTrainedConfig):
-    """`model` and `residual` as in an experiment; sizes also under the names that `transformers` uses."""
+    """The sections `model` and `residual` of an experiment; sizes are also available by the names of `transformers`."""
 
     model_type = "dualres"
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]  # Trainer adds lists to it
@@ -34,10 +34,10 @@ class DualResConfig(PreTrainedConfig):
         return cls(model=dataclasses.asdict(model), residual=residual.to_dict(), **others)
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
-        """config.json, and the code that loads the model where dualres is not installed."""
+        """Save config.json, and the code that loads the model where dualres is not installed."""
         super().save_pretrained(save_directory, *args, **kwargs)
         if self._auto_class is None and importlib.util.find_spec("dualres") is not None:
-            # A copy of this code that came with a model has `_auto_class`, and transformers copies it on.
+            # A copy of this code that came with a model has `_auto_class`: transformers copies it itself.
             importlib.import_module("dualres.hub.remote_code").add_code(Path(save_directory))
 
     @property

@@ -1,4 +1,4 @@
-"""The causal LM that `transformers` knows: a decoder with its cache objects, generation, pipelines and `Trainer`."""
+"""The decoder as a `transformers` causal LM: caches, generation, pipelines and `Trainer`."""
 # B batch  T tokens  P past and present tokens  D width  V vocabulary
 
 import dataclasses
@@ -17,12 +17,12 @@ from dualres.model.block import recompute_blocks
 from dualres.model.decoder import Decoder, reset_module
 from dualres.residual import registry
 
-SHARD = "5GB"  # of weights in one file
-ALIGNMENT = 64  # bytes; at other addresses, as tensors lie in a file, products of matrices may round otherwise
+SHARD = "5GB"  # of weights per file
+ALIGNMENT = 64  # bytes; memory-mapped tensors at other addresses may round matrix products differently
 
 
 class DualResForCausalLM(PreTrainedModel, GenerationMixin):
-    """A `Decoder` as a Hugging Face model. Attention runs through PyTorch's scaled dot product."""
+    """A `Decoder` as a Hugging Face model. Attention uses PyTorch's scaled dot-product attention."""
 
     config_class = DualResConfig
     base_model_prefix = "decoder"
@@ -39,7 +39,7 @@ class DualResForCausalLM(PreTrainedModel, GenerationMixin):
 
     @classmethod
     def of(cls, decoder: Decoder, **tokens: int) -> "DualResForCausalLM":
-        """A decoder as it is, its weights shared and not copied. `tokens`: eos_token_id, say"""
+        """Wrap a decoder and share its weights. `tokens` are token ids such as eos_token_id."""
         residual = registry.explicit(decoder.residual_config, 2 * decoder.config.layers)
         model = dataclasses.replace(decoder.config, vocab_size=decoder.vocabulary.table.num_embeddings)
         config = DualResConfig.of(model, residual, **tokens)
@@ -59,23 +59,23 @@ class DualResForCausalLM(PreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Logits of the next token, and the loss where `labels` (B,T) are given, −100 where they do not count.
+        """Compute next-token logits, and the loss if `labels` (B,T) are passed; labels of −100 are ignored.
 
-        input_ids (B,T) or inputs_embeds (B,T,D), attention_mask (B,P) with 0 where a token is padding,
-        position_ids (B,T) -> logits (B,T,V), or those of the last `logits_to_keep` tokens
+        input_ids (B,T) or inputs_embeds (B,T,D), attention_mask (B,P) with 0 for padding,
+        position_ids (B,T) -> logits (B,T,V), or those of the last `logits_to_keep` tokens only
         """
-        for asked in ("output_hidden_states", "output_attentions"):
-            if kwargs.pop(asked, None):
-                raise ValueError(f"{asked}=True: a dualres model gives logits, loss and cache; leave it out")
+        for name in ("output_hidden_states", "output_attentions"):
+            if kwargs.pop(name, None):
+                raise ValueError(f"{name}=True is not supported, only logits, loss and cache are returned: remove it")
         embedding = inputs_embeds if input_ids is None else self.decoder.vocabulary.embed(input_ids)
         if embedding is None or (input_ids is not None and inputs_embeds is not None):
-            raise ValueError("give either input_ids or inputs_embeds")
+            raise ValueError("pass either input_ids or inputs_embeds")
         use_cache = self.config.use_cache if use_cache is None else use_cache
         recomputed = self.gradient_checkpointing and torch.is_grad_enabled()
         if recomputed and past_key_values is not None:
             raise ValueError(
-                "a block that gradient checkpointing runs again would append to the cache again: leave past_key_values "
-                "out, or call gradient_checkpointing_disable()"
+                "gradient checkpointing would append to the cache twice: do not pass past_key_values, or call "
+                "gradient_checkpointing_disable()"
             )
         if use_cache and past_key_values is None and not self.training and not recomputed:
             past_key_values = DynamicCache(config=self.config)
@@ -98,8 +98,8 @@ class DualResForCausalLM(PreTrainedModel, GenerationMixin):
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1], **kwargs)
             if moe is not None and report is not None:
-                # Its gradient follows whatever scales the loss; its value stays out of the number that is logged.
-                weight = moe.aux_coefficient * _share_of_step(labels, kwargs)
+                # Its gradient is scaled with the loss; its value is not part of the logged loss.
+                weight = moe.aux_coefficient * _fraction_of_step(labels, kwargs)
                 auxiliary = weight * torch.stack(list(report.losses.values())).sum()
                 loss = loss + (auxiliary - auxiliary.detach())
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)  # type: ignore[arg-type]
@@ -111,68 +111,68 @@ class DualResForCausalLM(PreTrainedModel, GenerationMixin):
         self.decoder.vocabulary.table = cast(nn.Embedding, value)
 
     def get_output_embeddings(self) -> nn.Module | None:
-        """The output weights, None where they are the table's."""
+        """The output projection; None if it is tied to the embedding."""
         return self.decoder.vocabulary.output
 
     def set_output_embeddings(self, value: nn.Linear) -> None:
         self.decoder.vocabulary.output = value
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
-        """Config and code, weights in safetensors."""
+        """Save config, code, and weights in safetensors."""
         kwargs.setdefault("max_shard_size", SHARD)
         super().save_pretrained(save_directory, *args, **kwargs)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """Load a saved model. Only safetensors are read; tensors that are missing or too many are refused."""
-        told = kwargs.pop("output_loading_info", False)
+        """Load a saved model from safetensors; raises if tensors are missing or unexpected."""
+        return_info = kwargs.pop("output_loading_info", False)
         loaded: Any = super().from_pretrained(
             pretrained_model_name_or_path, *args, **{**kwargs, "use_safetensors": True, "output_loading_info": True}
         )
-        model, found = loaded
-        wrong = [
-            f"{kind}: {sorted(found[f'{kind}_keys'])[0]}" for kind in ("missing", "unexpected") if found[f"{kind}_keys"]
+        model, info = loaded
+        problems = [
+            f"{kind}: {sorted(info[f'{kind}_keys'])[0]}" for kind in ("missing", "unexpected") if info[f"{kind}_keys"]
         ]
-        if wrong:
+        if problems:
             raise ValueError(
-                f"the weights of {pretrained_model_name_or_path} do not match its config ({', '.join(wrong)}): restore "
-                "both from one place"
+                f"the weights of {pretrained_model_name_or_path} do not match its config ({', '.join(problems)}): "
+                "restore both from the same source"
             )
-        places = {str(place) for place in getattr(model, "hf_device_map", {}).values()}
-        if len(places) > 1:
+        devices = {str(device) for device in getattr(model, "hf_device_map", {}).values()}
+        if len(devices) > 1:
             raise ValueError(
-                f"device_map spreads the model over {', '.join(sorted(places))}, and it runs on one device: "
-                "name one, device_map='cuda:0' say, or shard it with FSDP2"
+                f"device_map splits the model over {', '.join(sorted(devices))}, but dualres models run on one device: "
+                "use one, such as device_map='cuda:0', or shard it with FSDP2"
             )
         for parameter in model.parameters():
             if parameter.device.type == "cpu" and parameter.data_ptr() % ALIGNMENT:
                 parameter.data = parameter.data.clone()
-        return (model, found) if told else model
+        return (model, info) if return_info else model
 
     def _set_gradient_checkpointing(self, enable: bool = True, *args: Any, **kwargs: Any) -> None:
-        """Blocks are what is recomputed."""
+        """Recompute blocks in the backward pass."""
         self.gradient_checkpointing = enable
         recompute_blocks(self.decoder.stack, "full" if enable else "none")
 
     def init_weights(self) -> None:
-        """Nothing to do: the decoder has drawn its weights, and what is tied is one tensor."""
+        """No-op: the decoder is already initialized, and tied weights share one tensor."""
 
     def _init_weights(self, module: nn.Module) -> None:
-        """What `transformers` calls for new rows of a table that is resized."""
+        """Initialize the new rows when `transformers` resizes an embedding."""
         reset_module(module, self.decoder.config.init_std, None)
 
 
 def _positions(embedding: Tensor, attention_mask: Tensor | None, cache: Any) -> Tensor:
-    """Counted from the first real token. -> (B or 1,T)"""
+    """Positions counted from the first token that is not padding. -> (B or 1,T)"""
     past, length = (0 if cache is None else cache.get_seq_length()), embedding.shape[1]
     if attention_mask is None or attention_mask.ndim != 2:
         return torch.arange(past, past + length, device=embedding.device)[None]
     return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, past : past + length]
 
 
-def _share_of_step(labels: Tensor | None, kwargs: dict[str, Any]) -> float:
-    """How much of an optimizer step this batch is, by its targets, as the loss counts them."""
-    whole = kwargs.get("num_items_in_batch")
-    if labels is None or whole is None:
+def _fraction_of_step(labels: Tensor | None, kwargs: dict[str, Any]) -> float:
+    """The fraction of an optimizer step's targets that are in this batch, as the loss counts them."""
+    total = kwargs.get("num_items_in_batch")
+    if labels is None or total is None:
         return 1.0
-    return float((labels[:, 1:] != -100).sum() / whole)
+    return float((labels[:, 1:] != -100).sum() / total)

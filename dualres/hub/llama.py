@@ -1,4 +1,4 @@
-"""Llama's family and our decoder: the same branches under other names. Configs and tensors, both ways."""
+"""Maps configs and tensors between the Llama family and our decoder, whose branches compute the same."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +9,7 @@ from dualres.config.schema import ModelConfig, RopeScaling
 from dualres.model.decoder import Decoder
 from dualres.util.errors import ModelError
 
-BRANCHES = (  # modules of a layer; ours: theirs
+BRANCHES = (  # modules of a layer, ours -> theirs
     {
         "norm": "input_layernorm",
         "module.query": "self_attn.q_proj",
@@ -32,7 +32,7 @@ OUTSIDE = {
     "norm.weight": "model.norm.weight",
 }
 
-FIELDS = {  # of a config; ours: theirs
+FIELDS = {  # of the config, ours -> theirs
     "vocab_size": "vocab_size",
     "width": "hidden_size",
     "ffn_width": "intermediate_size",
@@ -44,7 +44,7 @@ FIELDS = {  # of a config; ours: theirs
     "init_std": "initializer_range",
     "tied_embeddings": "tie_word_embeddings",
 }
-LLAMA3_ROPE = {  # of a RopeScaling, beside its factor; ours: theirs
+LLAMA3_ROPE = {  # of a RopeScaling besides its factor, ours -> theirs
     "original_context": "original_max_position_embeddings",
     "low": "low_freq_factor",
     "high": "high_freq_factor",
@@ -52,8 +52,8 @@ LLAMA3_ROPE = {  # of a RopeScaling, beside its factor; ours: theirs
 ROPE: dict[str, dict[str, str]] = {"linear": {}, "llama3": LLAMA3_ROPE}
 
 
-# Attention of each architecture: its biases, by its config's `attention_bias` (None: it has no such field), and whether
-# it normalizes queries and keys.
+# Attention of each architecture: its biases by the `attention_bias` of its config (None: it has no such field), and
+# whether it normalizes queries and keys.
 ARCHITECTURES: dict[str, tuple[dict[bool | None, str], bool]] = {
     "llama": ({False: "none", True: "all"}, False),
     "mistral": ({None: "none"}, False),
@@ -63,7 +63,7 @@ ARCHITECTURES: dict[str, tuple[dict[bool | None, str], bool]] = {
 
 
 def tensor_names(decoder: Decoder) -> dict[str, str]:
-    """Ours to theirs, of every tensor that a model of the family has, whatever the residual pathway."""
+    """Our name -> their name for every tensor that the family has, with any residual pathway."""
     own = {name for name, _ in decoder.named_parameters()}
     names = {ours: theirs for ours, theirs in OUTSIDE.items() if ours in own}
     branch = 0
@@ -79,21 +79,21 @@ def tensor_names(decoder: Decoder) -> dict[str, str]:
 
 
 def their_tensors(decoder: Decoder) -> dict[str, Tensor]:
-    """The decoder's tensors under the family's names, without those of the residual pathway."""
+    """The decoder's tensors by the family's names, without those of the residual pathway."""
     parameters = dict(decoder.named_parameters())
     return {theirs: parameters[ours].detach() for ours, theirs in tensor_names(decoder).items()}
 
 
 def model_config(config: Any, where: str) -> ModelConfig:
-    """Our config of a model of the family, given `transformers`' one. What does not fit is refused by name."""
-    for name, fits in (
+    """Convert the config of a Llama-family model to ours. Raises an error that names an unsupported feature."""
+    for name, is_supported in (
         ("hidden_act", config.hidden_act in ("silu", "swish")),
         ("mlp_bias", not getattr(config, "mlp_bias", False)),
         ("quantization_config", getattr(config, "quantization_config", None) is None),
     ):
-        if not fits:
+        if not is_supported:
             raise ModelError(
-                f"{where} has {name}={getattr(config, name)}, which our decoder does not have: it cannot be converted"
+                f"{where} has {name}={getattr(config, name)}, which dualres does not support: it cannot be converted"
             )
     biases, query_key_norm = ARCHITECTURES[config.model_type]
     bias: Any = biases.get(getattr(config, "attention_bias", None), next(iter(biases.values())))
@@ -113,43 +113,43 @@ def _rope_scaling(rope: Mapping[str, Any], where: str) -> RopeScaling | None:
     kind = rope.get("rope_type", "default")
     needed = ["rope_theta", *(["factor", *ROPE[kind].values()] if kind in ROPE else [])]
     if missing := [key for key in needed if key not in rope]:
-        raise ModelError(f"{where} has rotary positions {dict(rope)} without {missing[0]}: restore its config.json")
+        raise ModelError(f"{where} has rope_parameters {dict(rope)} without {missing[0]}: restore its config.json")
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ModelError(f"{where} rotates a part of each head (partial_rotary_factor): it cannot be converted")
+        raise ModelError(f"{where} has a partial_rotary_factor, which dualres does not support: it cannot be converted")
     if kind == "default":
         return None
     if kind not in ROPE:
-        raise ModelError(f"{where} scales rotary positions by rope_type={kind}: dualres has {' and '.join(ROPE)}")
+        raise ModelError(f"{where} has rope_type={kind}: dualres supports {' and '.join(ROPE)}")
     return RopeScaling(kind, rope["factor"], **{ours: rope[theirs] for ours, theirs in ROPE[kind].items()})
 
 
-def window_of_attention(config: Any) -> int | None:
-    """How far back the source's attention looks, where that is not the whole context."""
+def attention_window(config: Any) -> int | None:
+    """The sliding window of attention in tokens; None if attention covers the whole context."""
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
     return window if kinds is None or "sliding_attention" in kinds else None
 
 
 def their_config(model: ModelConfig, name: str, **tokens: Any) -> tuple[str, dict[str, Any]]:
-    """The architecture of the family that computes what a `standard` model does, and the fields of its config."""
-    fitting: list[tuple[str, dict[str, Any]]] = [
+    """The Llama-family architecture that is equivalent to a `standard` model, and the fields of its config."""
+    matching: list[tuple[str, dict[str, Any]]] = [
         (kind, {} if flag is None else {"attention_bias": flag})
         for kind, (biases, norms) in ARCHITECTURES.items()
         for flag, bias in biases.items()
         if (bias, norms) == (model.attention_bias, model.query_key_norm)
     ]
-    for problem, wrong in (
+    for problem, is_present in (
         ("experts (model.moe)", model.moe is not None),
         ("a factorized vocabulary (model.embedding_width)", model.embedding_width not in (None, model.width)),
-        (f"model.attention_bias={model.attention_bias} with model.query_key_norm", not fitting),
-        ("an eps of its own in each norm (model.read_eps)", model.read_eps is not None),
+        (f"model.attention_bias={model.attention_bias} with model.query_key_norm", not matching),
+        ("an eps per norm (model.read_eps)", model.read_eps is not None),
     ):
-        if wrong:
+        if is_present:
             raise ModelError(
-                f"{name} has {problem}, which no model of Llama's family has: export it as a dualres model"
+                f"{name} has {problem}, which no Llama-family model supports: export it as a dualres model"
             )
-    kind, extra = fitting[0]
-    if kind == "llama" and model.width % model.heads:  # which LlamaConfig refuses, with any head_dim
+    kind, extra = matching[0]
+    if kind == "llama" and model.width % model.heads:  # LlamaConfig rejects it, with any head_dim
         kind, extra = "mistral", {"sliding_window": None}
     rope: dict[str, Any] = {"rope_theta": model.rope_base, "rope_type": "default"}
     if (scaling := model.rope_scaling) is not None:

@@ -1,4 +1,4 @@
-"""Model cards: what a saved model is, what it was trained on, what was measured, and how to load it."""
+"""Model cards: architecture, training data, measurements, and how to load the model."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,11 +15,11 @@ def card(
     title: str,
     decoder: Decoder,
     origin: Sequence[str],
-    measured: Mapping[str, Any],
+    measurements: Mapping[str, Any],
     folder: str,
     form: str = "dualres",
 ) -> str:
-    """Markdown with the front matter that the hub reads. `origin`: paragraphs on where the weights come from."""
+    """Markdown with the front matter for the Hub. `origin`: paragraphs about where the weights come from."""
     model, residual, count = decoder.config, decoder.residual_config, parameters(decoder)
     front = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["dualres", residual.method]}
     options = ", ".join(f"{name} {value}" for name, value in residual.options)
@@ -43,28 +43,28 @@ def card(
         "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())]),
         *origin,
     ]
-    if measured:
+    if measurements:
         table = "\n".join(
-            ["| measured | |", "|---|---|", *(f"| {name} | {value} |" for name, value in measured.items())]
+            ["| measured | |", "|---|---|", *(f"| {name} | {value} |" for name, value in measurements.items())]
         )
         sections.append(f"## Measured\n\n{table}")
-    loading, remark = LOADING[form]
-    sections.append(HOW_TO_LOAD.format(folder=folder, loading=loading, remark=remark, version=VERSION))
+    imports, remark = LOADING[form]
+    sections.append(HOW_TO_LOAD.format(folder=folder, imports=imports, remark=remark, version=VERSION))
     return "\n\n".join(sections) + "\n"
 
 
 LOADING = {
     "dualres": (
         f"import dualres.hub  # registers the model with transformers; {install('hub')} in a clone of dualres\n",
-        "Without dualres installed, pass `trust_remote_code=True`: the `.py` files of this folder are the same code\n"
-        "without its fused operators. ",
+        "Without dualres installed, pass `trust_remote_code=True`: the `.py` files in this folder are the same code\n"
+        "without the fused operators. ",
     ),
     "llama": ("", ""),  # transformers has the code
 }
-HOW_TO_LOAD = """## Load it
+HOW_TO_LOAD = """## How to load it
 
 ```python
-{loading}from transformers import AutoModelForCausalLM, AutoTokenizer
+{imports}from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained("{folder}")
 tokenizer = AutoTokenizer.from_pretrained("{folder}")

@@ -1,8 +1,8 @@
-"""The code that a saved model carries, so that it loads with `trust_remote_code` where dualres is not installed.
+"""The code saved with a model, which loads it with `trust_remote_code` where dualres is not installed.
 
-`transformers` copies flat files that name each other by `from .name import …`. So every module that the model needs is
-written as one file, dualres/ops/reference.py as dualres_ops_reference.py, and its imports are rewritten. The kernels
-stay out: such a model runs by the plain equations, and installing dualres makes it fast.
+`transformers` copies flat files that import each other with `from .name import …`. So every module that the model needs
+is written as one file, dualres/ops/reference.py as dualres_ops_reference.py, and its imports are rewritten. Kernels are
+not included: the model runs the plain equations, and installing dualres makes it fast.
 """
 
 import ast
@@ -22,7 +22,7 @@ CONFIG = "config.json"
 
 
 def add_code(folder: Path) -> None:
-    """Write the code into a saved model's folder and name it in the config."""
+    """Write the code to a saved model's folder and refer to it in the config."""
     sources = code()
     for name, text in sources.items():
         write_text(folder / f"{name}.py", text)
@@ -32,15 +32,15 @@ def add_code(folder: Path) -> None:
 
 
 def code() -> dict[str, str]:
-    """Name and text of every file: the entries, all modules of ours that they import, and those import."""
+    """Name and text of every file: the entries, and all dualres modules that they import, directly or indirectly."""
     modules, files = list(ENTRIES), {}
     for module in modules:
         files[flat_name(module)], needed = _flat(module)
         modules += [name for name in dict.fromkeys(needed) if name not in modules]
-    # transformers finds files by such lines alone, and does not look at `from . import name`.
+    # transformers finds files by such lines only, not by `from . import name`.
     names = sorted(name for name in files if name not in ENTRIES.values())
     listed = "\n".join(f"    from .{name} import *  # noqa: F403" for name in names)
-    files["modeling_dualres"] += f"\n\nif False:  # what else must be copied with this file\n{listed}\n"
+    files["modeling_dualres"] += f"\n\nif False:  # lists the files that must be copied with this one\n{listed}\n"
     return files
 
 
@@ -50,7 +50,7 @@ def flat_name(module: str) -> str:
 
 
 def _flat(module: str) -> tuple[str, list[str]]:
-    """The text of a module with flat, relative imports, one name each, and the modules of ours that it imports."""
+    """The text of a module with flat, relative imports, one name each, and the dualres modules that it imports."""
     path = _path(module)
     text = path.read_text(encoding="utf-8")
     lines, needed = text.splitlines(), []

@@ -1,4 +1,4 @@
-"""Weights in safetensors: what a folder holds, tensor by tensor, refused where it is something else."""
+"""Read and validate the safetensors files of a model folder."""
 
 import json
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from dualres.util.errors import ModelError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
-SHOWN = 2  # names of each kind of fault in a message
+SHOWN = 2  # problems of each kind in a message
 
 
 class Stored(NamedTuple):
@@ -24,55 +24,55 @@ class Stored(NamedTuple):
 
 
 def stored(folder: Path) -> dict[str, Stored]:
-    """Every tensor of a model's folder by name. Nothing is ever unpickled."""
+    """All tensors of a model folder by name. Nothing is ever unpickled."""
     found: dict[str, Stored] = {}
     for file in files(folder):
-        with _opened(file) as tensors:
-            for name in tensors.keys():  # noqa: SIM118  (it is no mapping)
+        with _open(file) as tensors:
+            for name in tensors.keys():  # noqa: SIM118  (not a mapping)
                 piece = tensors.get_slice(name)
                 found[name] = Stored(file, name, tuple(piece.get_shape()), piece.get_dtype())
     return found
 
 
 def files(folder: Path) -> list[Path]:
-    """The files of weights, which `transformers` reads too: one, or else those that an index names."""
+    """The weight files, as `transformers` finds them: a single one, or those listed in an index."""
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
     if (folder / INDEX).is_file():
         try:
             names = set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
-            named = [folder / Path(name).name for name in sorted(names)]
+            listed = [folder / Path(name).name for name in sorted(names)]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ModelError(f"{folder / INDEX} cannot be read ({error!r}): restore it") from None
-        missing = [file for file in named if not file.is_file()]
+        missing = [file for file in listed if not file.is_file()]
         if missing:
-            raise ModelError(f"{missing[0]} is missing, which {INDEX} names: restore it, or download the model again")
-        return named
-    pickled = [file for file in sorted(folder.iterdir()) if file.suffix in PICKLES] if folder.is_dir() else []
-    if pickled:
+            raise ModelError(f"{missing[0]}, listed in {INDEX}, is missing: restore it, or download the model again")
+        return listed
+    pickles = [file for file in sorted(folder.iterdir()) if file.suffix in PICKLES] if folder.is_dir() else []
+    if pickles:
         raise ModelError(
-            f"{pickled[0]} is a pickle, which can run any code when it is loaded, and {folder} has no {SINGLE}: "
-            "use the model's safetensors, or convert it where you trust it"
+            f"{pickles[0]} is a pickle file, which can execute arbitrary code when loaded, and there is no {SINGLE}: "
+            "use the model's safetensors, or convert it in an environment you trust"
         )
-    raise ModelError(f"{folder} has no {SINGLE}: give the folder of a saved model")
+    raise ModelError(f"{folder} has no {SINGLE}: pass the folder of a saved model")
 
 
-def check(found: Mapping[str, Stored], wanted: Mapping[str, tuple[int, ...]], folder: Path) -> None:
-    """Refuse tensors that are missing, too many or of another shape than the config says."""
-    missing = [f"{name} is missing" for name in wanted if name not in found]
-    foreign = [f"{found[name].file.name} has {name}, which is not part of it" for name in found if name not in wanted]
+def check(found: Mapping[str, Stored], shapes: Mapping[str, tuple[int, ...]], folder: Path) -> None:
+    """Raise if a tensor is missing, unexpected, or differs in shape from the config."""
+    missing = [f"{name} is missing" for name in shapes if name not in found]
+    unexpected = [f"{name} in {found[name].file.name} is unexpected" for name in found if name not in shapes]
     misshapen = [
-        f"{name} in {found[name].file.name} is {_size(found[name].shape)}, not {_size(wanted[name])}"
-        for name in wanted
-        if name in found and found[name].shape != tuple(wanted[name])
+        f"{name} in {found[name].file.name} is {_size(found[name].shape)}, not {_size(shapes[name])}"
+        for name in shapes
+        if name in found and found[name].shape != tuple(shapes[name])
     ]
-    shown = [fault for faults in (missing, foreign, misshapen) for fault in faults[:SHOWN]]
+    shown = [problem for kind in (missing, unexpected, misshapen) for problem in kind[:SHOWN]]
     if shown:
-        more = len(missing) + len(foreign) + len(misshapen) - len(shown)
+        more = len(missing) + len(unexpected) + len(misshapen) - len(shown)
         raise ModelError(
             f"the weights of {folder} do not match its config.json: {'; '.join(shown)}"
             + (f" and {more} more" if more else "")
-            + ". Restore both from one place"
+            + "; restore both from the same source"
         )
 
 
@@ -80,12 +80,13 @@ def _size(shape: tuple[int, ...]) -> str:
     return "×".join(map(str, shape)) or "a scalar"
 
 
-def _opened(file: Path) -> safe_open:
+def _open(file: Path) -> safe_open:
     try:
         return safe_open(file, framework="pt")
     except (SafetensorError, OSError) as error:
         with file.open("rb") as start:
-            begins = start.read(4)
-        pickled = begins[:1] == b"\x80" or begins == b"PK\x03\x04"
-        what = "is a pickle with another name" if pickled else f"is no whole safetensors file ({error})"
-        raise ModelError(f"{file} {what}: restore it, or download the model again") from None
+            magic = start.read(4)
+        problem = f"is not a valid safetensors file, or is truncated ({error})"
+        if magic[:1] == b"\x80" or magic == b"PK\x03\x04":
+            problem = "is a pickle file with the wrong extension"
+        raise ModelError(f"{file} {problem}: restore it, or download the model again") from None

@@ -16,7 +16,7 @@ from dualres.util.curves import COLORS, STYLES, smooth
 
 MAX_POINTS = 600  # of a curve
 STATIC_POINTS = 200  # of a curve in a figure, which cannot be enlarged
-UNFINISHED = len(STYLES) - 1  # line style of unfinished runs, the last that methods use
+UNFINISHED = len(STYLES) - 1  # line style of unfinished runs, the last that methods would use
 DIGITS = 5  # of a loss, enough to read differences of 1e-4
 EARLY = 1 / 5  # of the tokens: the initial drop, which the vertical axis leaves out
 
@@ -25,8 +25,8 @@ class Series(NamedTuple):
     """The curve of one method: tokens, mean and range over seeds, and individual points."""
 
     name: str
-    color: int  # of COLORS
-    style: int  # of STYLES
+    color: int  # index in COLORS
+    style: int  # index in STYLES
     seeds: int
     x: list[int]
     mean: list[float]
@@ -57,12 +57,10 @@ def router_charts(groups: Sequence[Group]) -> list[Chart]:
 
 
 def as_data(chart: Chart) -> dict[str, Any]:
-    """For the page's script; a single seed has no range."""
-
-    def series(given: Series) -> dict[str, Any]:
-        return {**given._asdict(), **({"low": None, "high": None} if given.seeds == 1 else {})}
-
-    return {**chart._asdict(), "series": [series(given) for given in chart.series]}
+    """The chart as JSON data for the page's script; a single seed has no range."""
+    no_range = {"low": None, "high": None}
+    series = [{**one._asdict(), **(no_range if one.seeds == 1 else {})} for one in chart.series]
+    return {**chart._asdict(), "series": series}
 
 
 def draw(charts: Sequence[Chart], titles: bool = True) -> Figure:
@@ -77,11 +75,11 @@ def draw(charts: Sequence[Chart], titles: bool = True) -> Figure:
 
 
 def as_svg(chart: Chart) -> str:
-    """For readers without scripts; equal runs give equal bytes."""
-    drawn = io.StringIO()
+    """The chart as SVG, for readers without scripts; equal runs give equal bytes."""
+    svg = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": "dualres"}):
-        draw([chart], titles=False).savefig(drawn, format="svg", metadata={"Date": None})
-    return drawn.getvalue()
+        draw([chart], titles=False).savefig(svg, format="svg", metadata={"Date": None})
+    return svg.getvalue()
 
 
 def _draw(axis: Axes, chart: Chart) -> None:
@@ -90,16 +88,16 @@ def _draw(axis: Axes, chart: Chart) -> None:
     for series in chart.series:
         color, style = COLORS[series.color], STYLES[series.style]
         label = series.name.replace("$", r"\$")  # not a formula
-        some = slice(None, None, -max(1, len(series.x) // STATIC_POINTS))  # from the end, which is always shown
-        axis.plot(series.x[some], series.mean[some], style, color=color, label=label, linewidth=1.4)
-        axis.fill_between(series.x[some], series.low[some], series.high[some], color=color, alpha=0.15, linewidth=0)
+        every = slice(None, None, -max(1, len(series.x) // STATIC_POINTS))  # from the end, which is always shown
+        axis.plot(series.x[every], series.mean[every], style, color=color, label=label, linewidth=1.4)
+        axis.fill_between(series.x[every], series.low[every], series.high[every], color=color, alpha=0.15, linewidth=0)
         axis.plot([x for x, _ in series.points], [y for _, y in series.points], "o", color=color, markersize=3)
         curves = [*zip(series.x, series.low, strict=True), *zip(series.x, series.high, strict=True), *series.points]
         late += [value for tokens, value in curves if tokens >= start]
     if chart.reference is not None:
         axis.axhline(chart.reference, color="black", linestyle=":", linewidth=1)
-    room = 0.05 * (max(late) - min(late)) + 1e-3
-    axis.set_ylim(min(late) - room, max(late) + room)
+    margin = 0.05 * (max(late) - min(late)) + 1e-3
+    axis.set_ylim(min(late) - margin, max(late) + margin)
     axis.set_xlabel("tokens")
     axis.xaxis.set_major_formatter(EngFormatter())
     axis.set_ylabel(chart.unit)
@@ -110,18 +108,17 @@ def _draw(axis: Axes, chart: Chart) -> None:
 def _charts(
     groups: Sequence[Group], kind: str, unit: str, reference: float | None, line: str, points: str | None
 ) -> list[Chart]:
-    """`line` and `points` name curves of a run."""
+    """A chart per scale; `line` and `points` are names of a run's curves."""
     charts: list[Chart] = []
     for scale in dict.fromkeys(group.scale for group in groups):
         series, windows = [], set()
         for number, group in enumerate([group for group in groups if group.scale == scale]):
             for suffix, runs in (("", group.finished), (", unfinished", group.unfinished)):
-                there = [run for run in runs if getattr(run, line)]
-                if there:
+                if started := [run for run in runs if getattr(run, line)]:
                     style = UNFINISHED if suffix else number // len(COLORS) % len(STYLES)
                     look = number % len(COLORS), style
-                    drawn, width = _series(group.method + suffix, look, there, line, points)
-                    series.append(drawn)
+                    one, width = _series(group.method + suffix, look, started, line, points)
+                    series.append(one)
                     windows.add(width)
         if series:
             window = f"{min(windows)} to {max(windows)}" if len(windows) > 1 else str(min(windows))

@@ -12,7 +12,7 @@ from dualres.report.html import table as html_table
 from dualres.report.statistics import Interval, estimate, paired_difference
 from dualres.util.tables import table
 
-HARDWARE = "engine", "processes", "device", "threads"  # keys of a summary; speed compares only where they are equal
+HARDWARE = "engine", "processes", "device", "threads"  # keys of a summary; speeds are compared only if they are equal
 
 
 class ComparisonRow(NamedTuple):
@@ -39,9 +39,9 @@ def compare(groups: Sequence[Group]) -> list[ComparisonRow]:
 
 
 def best_rates(groups: Sequence[Group]) -> list[Group]:
-    """Of a learning-rate sweep, each method at its best rate: the lowest mean of the rates with the most seeds.
+    """Each method of a learning-rate sweep at its best rate: the lowest mean among the rates with the most seeds.
 
-    Where a seed failed, the remaining ones may be the lucky ones.
+    Rates with failed seeds are not considered: the remaining seeds may be the lucky ones.
     """
     rates: dict[tuple[str, str], list[Group]] = {}
     for group in groups:
@@ -58,7 +58,7 @@ def count_parameters(config: Config) -> Parameters:
 
 
 def as_text(rows: Sequence[ComparisonRow]) -> str:
-    """The table for a terminal; `options` of a suite's groups are their learning rates."""
+    """The table for a terminal; the `options` of a suite's groups are their learning rates."""
     swept = any(row.group.options for row in rows)
     header = ["scale", "method", *(["rate"] if swept else []), "seeds", "validation loss", f"− {BASE}, paired"]
     lines = []
@@ -72,7 +72,7 @@ def as_text(rows: Sequence[ComparisonRow]) -> str:
     notes = ["Intervals are 95% over seeds; one seed has none."]
     if any(row.speed_ratio is not None for row in rows):
         notes.append(
-            "Speed and memory are of runs one after the other; empty where engine, processes, device or threads differ."
+            "Speed and memory are of runs one after another; empty if engine, processes, device or threads differ."
         )
     if swept:
         notes.append("The rates were chosen by this same loss.")
@@ -82,7 +82,7 @@ def as_text(rows: Sequence[ComparisonRow]) -> str:
 
 
 def as_data(rows: Sequence[ComparisonRow]) -> list[dict[str, Any]]:
-    """For JSON."""
+    """The rows as JSON data."""
     return [
         {
             "scale": row.group.scale,
@@ -132,7 +132,7 @@ def _mean(group: Group, key: str) -> float | None:
 
 
 def _ratio(group: Group, base: Group, key: str) -> float | None:
-    """None on different hardware: one process against two says nothing about the methods."""
+    """The ratio of means; None on different hardware, which would say nothing about the methods."""
     used = {tuple((run.summary or {}).get(name) for name in HARDWARE) for run in (*group.finished, *base.finished)}
     ours, theirs = _mean(group, key), _mean(base, key)
     return None if len(used) > 1 or ours is None or theirs is None else ours / theirs
@@ -155,7 +155,7 @@ def _cells(row: ComparisonRow) -> list[str]:
 
 
 def _some_seeds(row: ComparisonRow) -> str:
-    """Said where the base lacks some of the seeds."""
+    """A remark if the base lacks some of the seeds."""
     paired = row.loss.seeds if row.difference is None else row.difference.seeds
     return f"{paired} of the seeds" if paired < row.loss.seeds else ""
 

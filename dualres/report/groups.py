@@ -17,16 +17,16 @@ class Group(NamedTuple):
     """Runs that differ only in their seed."""
 
     scale: str
-    residual: str  # the method, named like the shipped config
-    runs: tuple[Run, ...]  # by seed, each once
-    settings: Mapping[str, Any]  # everything the results depend on, except the seed
+    residual: str  # name of the shipped config, or the method
+    runs: tuple[Run, ...]  # one per seed, sorted
+    settings: Mapping[str, Any]  # everything that the results depend on, except the seed
     options: str = ""  # what distinguishes it from groups of the same scale and residual
     within: str = ""  # what distinguishes its setting from others of its scale
     origin: Origin | None = None
 
     @property
     def method(self) -> str:
-        """Its name among the groups of its scale."""
+        """The name of the group within its scale."""
         return ", ".join(filter(None, (self.residual, self.options)))
 
     @property
@@ -67,20 +67,20 @@ class Group(NamedTuple):
 
 
 def group_runs(runs: Sequence[Run]) -> tuple[list[Group], list[Run]]:
-    """Groups by scale, `standard` first; and the runs left out because they repeat a seed of their group."""
+    """Groups by scale, `standard` first; and the runs omitted because they repeat a seed of their group."""
     data = data_names(runs)
     alike: dict[str, dict[int, Run]] = {}
-    for run in sorted(runs, key=lambda run: run.summary is None):  # of two with one seed, take the finished one
+    for run in sorted(runs, key=lambda run: run.summary is None):  # prefers the finished one of two runs with one seed
         alike.setdefault(repr(_settings(run, data)), {}).setdefault(run.seed, run)
     groups = []
     for seeds in alike.values():
         members = tuple(seeds[seed] for seed in sorted(seeds))
-        config, found = members[0].config, origin(members[0].config)
-        names = _scale(config, found), _residual(config, found)
-        groups.append(Group(*names, members, _settings(members[0], data), origin=found))
-    given = {run.folder: number for number, run in enumerate(runs)}
-    scales = list(dict.fromkeys(group.scale for group in sorted(groups, key=lambda g: given[g.runs[0].folder])))
-    groups.sort(key=lambda g: (scales.index(g.scale), not g.is_standard, given[g.runs[0].folder]))
+        config, shipped = members[0].config, origin(members[0].config)
+        names = _scale(config, shipped), _residual(config, shipped)
+        groups.append(Group(*names, members, _settings(members[0], data), origin=shipped))
+    order = {run.folder: number for number, run in enumerate(runs)}
+    scales = list(dict.fromkeys(group.scale for group in sorted(groups, key=lambda g: order[g.runs[0].folder])))
+    groups.sort(key=lambda g: (scales.index(g.scale), not g.is_standard, order[g.runs[0].folder]))
     used = {run.folder for group in groups for run in group.runs}
     return [_distinguished(group, groups) for group in groups], [run for run in runs if run.folder not in used]
 
@@ -104,22 +104,22 @@ def _distinguished(group: Group, groups: Sequence[Group]) -> Group:
 def _settings(run: Run, data: Mapping[str, str]) -> dict[str, Any]:
     # Routers balance each micro-batch, so its size affects what a sparse model learns.
     free = MAY_CHANGE if run.config.model.moe is None else MAY_CHANGE - {"train.micro_batch"}
-    # With every option of the residual, so that a default equals its explicit value.
+    # Spell out every option of the residual, so that a default equals its explicit value.
     residual = explicit(run.config.residual, 2 * run.config.model.layers)
     everything = settings(dataclasses.replace(run.config, residual=residual))
     kept = {key: everything[key] for key in everything if key not in free and not key.startswith("train.parallel.")}
     return {**kept, "data": data[run.content], "start": run.start, "train.seed": None}
 
 
-def _scale(config: Config, found: Origin | None) -> str:
-    if found is not None and not found.changes("model"):
-        return found.scale
+def _scale(config: Config, shipped: Origin | None) -> str:
+    if shipped is not None and not shipped.changes("model"):
+        return shipped.scale
     experts = "" if config.model.moe is None else f", {config.model.moe.experts} experts"
     return f"{config.model.layers}×{config.model.width}{experts}"
 
 
-def _residual(config: Config, found: Origin | None) -> str:
-    if found is not None and not found.changes("residual"):
-        return found.residual
+def _residual(config: Config, shipped: Origin | None) -> str:
+    if shipped is not None and not shipped.changes("residual"):
+        return shipped.residual
     streams = resolve(config.residual).get("streams")
     return config.residual.method if streams is None else f"{config.residual.method}-{streams}"

@@ -1,4 +1,4 @@
-"""Markup that is escaped by construction: text becomes markup only through `tag` or `fill`, which escape it."""
+"""HTML that is escaped by construction: text becomes markup only through `tag` or `fill`, which escape it."""
 
 import base64
 import html
@@ -16,19 +16,19 @@ _VOID = {"meta", "link", "img"}  # elements without an end tag
 
 
 class Markup(str):
-    """Text that is markup already."""
+    """Text that is already HTML."""
 
     __slots__ = ()
 
 
 def tag(name: str, /, *children: str, **attributes: str) -> Markup:
     """An element; `class_` stands for class, and `_` within a name for a hyphen."""
-    given = "".join(f' {key.rstrip("_").replace("_", "-")}="{html.escape(v)}"' for key, v in attributes.items())
-    return Markup(f"<{name}{given}>" if name in _VOID else f"<{name}{given}>{join(*children)}</{name}>")
+    written = "".join(f' {key.rstrip("_").replace("_", "-")}="{html.escape(v)}"' for key, v in attributes.items())
+    return Markup(f"<{name}{written}>" if name in _VOID else f"<{name}{written}>{join(*children)}</{name}>")
 
 
 def join(*children: str, between: str = "") -> Markup:
-    """Concatenate; what is not markup yet is escaped."""
+    """Concatenate; plain text is escaped."""
     return Markup(between.join(child if isinstance(child, Markup) else html.escape(child) for child in children))
 
 
@@ -56,9 +56,9 @@ def two_lines(text: str, small: str) -> Markup:
     return join(text, " ", tag("small", small)) if small else join(text)
 
 
-def signed(found: Interval) -> str:
-    """With a sign, and a typographic minus."""
-    return found.text(sign="+").replace("-", MINUS)
+def signed(interval: Interval) -> str:
+    """The interval with a sign and a typographic minus."""
+    return interval.text(sign="+").replace("-", MINUS)
 
 
 def table(caption: str, header: Sequence[str], groups: Mapping[str, Sequence[Sequence[str]]]) -> Markup:

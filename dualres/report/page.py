@@ -24,21 +24,21 @@ STYLE = f":root {{ {_PALETTE} }}\n{read_template('page.css')}"
 SCRIPT = read_template("chart.js") + read_template("page.js")
 
 
-def make_page(given: Sequence[Path], evaluated: Sequence[Path], command: str) -> str:
-    """The page of the given runs and suites and of their evaluations; the footer shows the command."""
-    runs = find_runs(given)
+def make_page(folders: Sequence[Path], evaluation_folders: Sequence[Path], command: str) -> str:
+    """The page of runs, suites and their evaluations; the footer shows the command."""
+    runs = find_runs(folders)
     groups, repeated = group_runs([run for run in runs if run.training])
     if not groups:
         raise ConfigError(
-            f"no run in {summary.listed(given)} has taken a step yet: pass one that has, or try again in a moment"
+            f"no run in {summary.listed(folders)} has taken a step yet: pass one that has, or try again in a moment"
         )
     rows = comparison.compare(groups)
     losses, routers = charts.loss_charts(groups), charts.router_charts(groups)
-    parts = [  # anchor, title, content; what is empty is left out
+    parts = [  # anchor, title, content; empty sections are omitted
         ("comparison", "Comparison", _comparison(rows)),
         ("curves", "Loss curves", _charts("curves", losses)),
         ("routers", "Router balance", _charts("routers", routers) if routers else Markup()),
-        ("evaluation", "Perplexity and zero-shot", evaluations.as_html(evaluated, given)),
+        ("evaluation", "Perplexity and zero-shot", evaluations.as_html(evaluation_folders, folders)),
         ("paper", "Comparison with the paper", _paper(rows)),
         ("analyses", "Analyses", _analyses(groups)),
         ("configs", "Configs and commands", join(*(_config(group) for group in groups))),
@@ -66,10 +66,10 @@ def _comparison(rows: Sequence[comparison.ComparisonRow]) -> Markup:
     return fill("comparison", table=comparison.as_html(rows))
 
 
-def _charts(template: str, drawn: Sequence[Chart]) -> Markup:
-    windows = summary.listed(dict.fromkeys(f"{chart.window} steps at {chart.title}" for chart in drawn))
+def _charts(template: str, panels: Sequence[Chart]) -> Markup:
+    windows = summary.listed(dict.fromkeys(f"{chart.window} steps at {chart.title}" for chart in panels))
     figures = []
-    for chart in drawn:
+    for chart in panels:
         title = f"{chart.title}: {chart.unit}"
         figures.append(fill("chart", name=chart.name, title=title, static=svg_image(charts.as_svg(chart), title)))
     return fill(template, windows=windows, paper=str(WINDOW), figures=join(*figures))
@@ -83,25 +83,25 @@ def _paper(rows: Sequence[comparison.ComparisonRow]) -> Markup:
 
 
 def _analyses(groups: Sequence[Group]) -> Markup:
-    """The figures of `dualres analyze`, side by side: of each method, the first seed that was analyzed."""
+    """The figures of `dualres analyze` side by side, with the first analyzed seed of each method."""
     several = len({group.scale for group in groups}) > 1
-    found: dict[str, Analysis] = {}
+    analyses: dict[str, Analysis] = {}
     used = []
     for group in groups:
         name = f"{group.scale} {group.method}" if several else group.method
         for run in group.runs:
             if (analysis := read_analysis(run.folder / FOLDER)) is not None:
-                found[name] = analysis
+                analyses[name] = analysis
                 used.append(f"{name} (seed {run.seed}, {run.folder.name})")
                 break
-    if not found:
-        return tag("p", "No run has been analyzed: run ", code("dualres analyze RUN…"), ", then make this page again.")
-    protocols = list(dict.fromkeys(analysis.protocol() for analysis in found.values()))
+    if not analyses:
+        return tag("p", "No run has been analyzed: run ", code("dualres analyze RUN…"), ", then recreate this page.")
+    protocols = list(dict.fromkeys(analysis.protocol() for analysis in analyses.values()))
     how = f"Protocol: {protocols[0]}."
     if len(protocols) > 1:
         how = f"Protocols differ, so compare with care: {'; or '.join(protocols)}."
     runs = f"Each method is shown by one run, its first analyzed seed: {summary.listed(used)}."
-    return join(tag("p", runs), tag("p", how), *(analysis_section(section) for section in sections(found)))
+    return join(tag("p", runs), tag("p", how), *(analysis_section(section) for section in sections(analyses)))
 
 
 def analysis_section(section: Section) -> Markup:
@@ -125,18 +125,18 @@ def _config(group: Group) -> Markup:
         method=group.method,
         scale=group.scale,
         seeds=f"{'seed' if len(group.runs) == 1 else 'seeds'} {seeds}",
-        made_by=_made_by(group),
+        made_by=_reproduce(group),
         seed=str(group.runs[0].seed),
         yaml=as_yaml(group.config),
     )
 
 
-def _made_by(group: Group) -> Markup:
+def _reproduce(group: Group) -> Markup:
     first = group.runs[0]
     if first.start is not None:
-        return tag("p", "It started from the weights of ", code(first.start), " (train --from): no command is shown.")
+        return tag("p", "Training started from the weights of ", code(first.start), " (--from): no command is shown.")
     if group.origin is None:
-        return tag("p", "No shipped configs lead to this config, so there is no command to show.")
+        return tag("p", "This config was not built from shipped configs, so there is no command to show.")
     processes = (first.summary or {}).get("processes", 1)
     others = ", ".join(str(run.seed) for run in group.runs[1:])
     more = f" Other seeds: train.seed={others}." if others else ""

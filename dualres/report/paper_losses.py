@@ -1,4 +1,4 @@
-"""The paper's published losses next to ours at our scale."""
+"""The paper's published losses next to ours."""
 
 from collections.abc import Mapping, Sequence
 
@@ -10,7 +10,7 @@ from dualres.report.html import table as html_table
 from dualres.report.statistics import paired_difference
 from dualres.util.tables import table
 
-ONE_COLUMN = {"0.5b-vproj": "0.5b"}  # VProj with a narrower feed-forward; the paper lists it under 0.5B
+SAME_COLUMN = {"0.5b-vproj": "0.5b"}  # VProj with a narrower feed-forward; the paper lists it under 0.5B
 
 
 def as_text(printed: Sequence[PrintedLoss], rows: Sequence[ComparisonRow], scales: Mapping[str, str]) -> str:
@@ -30,16 +30,16 @@ def as_text(printed: Sequence[PrintedLoss], rows: Sequence[ComparisonRow], scale
 
 
 def as_html(rows: Sequence[ComparisonRow]) -> list[Markup]:
-    """The paper's two loss tables, each if one of its methods was run here."""
-    made = [_beside("size sweep", SIZE_SWEEP, rows), _beside("key–value ablation", KV_ABLATION, rows)]
-    return [each for each in made if each is not None]
+    """The paper's two loss tables, each only if one of its methods was run here."""
+    tables = [_side_by_side("size sweep", SIZE_SWEEP, rows), _side_by_side("key–value ablation", KV_ABLATION, rows)]
+    return [each for each in tables if each is not None]
 
 
-def _beside(name: str, printed: Sequence[PrintedLoss], compared: Sequence[ComparisonRow]) -> Markup | None:
-    """A row per method of the paper; every loss with its difference to the first row's."""
+def _side_by_side(name: str, printed: Sequence[PrintedLoss], compared: Sequence[ComparisonRow]) -> Markup | None:
+    """A row per method of the paper; every loss with its difference from the first row's."""
     titles = {cell.residual: cell.name for cell in printed}
     base = next(iter(titles))
-    theirs = {(cell.residual, ONE_COLUMN.get(cell.scale, cell.scale)): cell.loss for cell in printed}
+    theirs = {(cell.residual, SAME_COLUMN.get(cell.scale, cell.scale)): cell.loss for cell in printed}
     ours = {
         (row.group.residual, row.group.heading): row
         for row in compared
@@ -47,24 +47,24 @@ def _beside(name: str, printed: Sequence[PrintedLoss], compared: Sequence[Compar
     }
     if not ours:
         return None
-    scales, headings = (list(dict.fromkeys(column for _, column in found)) for found in (theirs, ours))
+    scales, headings = (list(dict.fromkeys(column for _, column in losses)) for losses in (theirs, ours))
     rows = []
     for residual, title in titles.items():
         cells = [_printed(theirs[residual, scale], theirs[base, scale]) for scale in scales]
         cells += [_measured(ours.get((residual, heading)), ours.get((base, heading))) for heading in headings]
         rows.append([two_lines(title, code(residual)), *cells])
     header = ["method", *(f"the paper, {scale}" for scale in scales), *(f"here, {heading}" for heading in headings)]
-    caption = f"The paper's {name} and ours: validation loss, with the difference to {titles[base]} below it"
+    caption = f"The paper's {name} and ours: validation loss, with the difference from {titles[base]} below it"
     return html_table(caption, header, {"": rows})
 
 
 def _printed(loss: str, base: str) -> str:
-    apart = float(loss) - float(base)
-    return two_lines(loss, f"{apart:+.3f}".replace("-", MINUS) if apart else "")
+    difference = float(loss) - float(base)
+    return two_lines(loss, f"{difference:+.3f}".replace("-", MINUS) if difference else "")
 
 
 def _measured(row: ComparisonRow | None, base: ComparisonRow | None) -> str:
     if row is None:
         return "not run"
-    apart = None if base is None or base is row else paired_difference(row.group.losses, base.group.losses)
-    return two_lines(row.loss.text(), "" if apart is None else signed(apart))
+    difference = None if base is None or base is row else paired_difference(row.group.losses, base.group.losses)
+    return two_lines(row.loss.text(), "" if difference is None else signed(difference))

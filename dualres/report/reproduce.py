@@ -19,7 +19,7 @@ _WORD = re.compile(r"[A-Za-z][\w./-]*")
 
 
 class Origin(NamedTuple):
-    """A pair of shipped configs, and overrides on top."""
+    """A pair of shipped configs with overrides."""
 
     scale: str
     residual: str
@@ -31,49 +31,46 @@ class Origin(NamedTuple):
 
 
 def origin(config: Config) -> Origin | None:
-    """The pair with the fewest overrides, counting those of the model first; None if no pair yields the config."""
-    wanted = settings(config)
-    near = []
+    """The pair with the fewest overrides, those of the model first; None if no pair yields the config."""
+    target = settings(config)
+    candidates = []
     for (scale, residual), shipped in _shipped().items():
         if shipped["residual.method"] == config.residual.method:
-            changed = [key for key, value in wanted.items() if key not in shipped or shipped[key] != value]
-            changed += [key for key in shipped if key.startswith("residual.") and key not in wanted]
-            of_model = sum(key.startswith("model.") for key in changed)
-            near.append((of_model, len(changed), scale, residual, changed))
-    if not near:
+            changed = [key for key, value in target.items() if key not in shipped or shipped[key] != value]
+            changed += [key for key in shipped if key.startswith("residual.") and key not in target]
+            in_model = sum(key.startswith("model.") for key in changed)
+            candidates.append((in_model, len(changed), scale, residual, changed))
+    if not candidates:
         return None
-    *_, scale, residual, changed = min(near)
-    found = Origin(scale, residual, tuple(f"{key}={as_override(wanted.get(key))}" for key in changed))
+    *_, scale, residual, changed = min(candidates)
+    closest = Origin(scale, residual, tuple(f"{key}={as_override(target.get(key))}" for key in changed))
     try:
-        return found if load_config(*found) == config else None
+        return closest if load_config(*closest) == config else None
     except ConfigError:  # overrides cannot express everything, such as a block form without a block size
         return None
 
 
-def command(found: Origin, data: str, processes: int = 1) -> str:
+def command(origin: Origin, data: str, processes: int = 1) -> str:
     """A shell command with one override per line."""
-    options = {"data": data}
-    return launch_command(
-        found.scale, found.residual, found.overrides, options, processes=processes, separator=" \\\n  "
-    )
+    return launch_command(*origin, {"data": data}, processes=processes, separator=" \\\n  ")
 
 
 def settings(config: Config) -> dict[str, Any]:
     """Every value of the config under its dotted key, such as train.seed."""
 
     def flat(data: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        flattened: dict[str, Any] = {}
         for key, value in data.items():
-            found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-        return found
+            flattened |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+        return flattened
 
     return flat(config.to_dict(), "")
 
 
 def differing(own: Settings, several: Sequence[Settings]) -> str:
-    """What distinguishes one of several, such as 'tokens=1000, clip=2.0'; empty if all are equal."""
-    keys = dict.fromkeys(key for given in several for key in given)
-    varying = [key for key in keys if len({repr(given.get(key)) for given in several}) > 1]
+    """The settings that distinguish one of several, such as 'tokens=1000, clip=2.0'; empty if all are equal."""
+    keys = dict.fromkeys(key for each in several for key in each)
+    varying = [key for key in keys if len({repr(each.get(key)) for each in several}) > 1]
     return ", ".join(f"{key.split('.', 1)[-1]}={as_override(own.get(key))}" for key in varying)
 
 

@@ -1,4 +1,4 @@
-"""Reads run folders, or the run folders inside a given folder."""
+"""Reads run folders."""
 
 import math
 from collections.abc import Sequence
@@ -18,9 +18,9 @@ class Run(NamedTuple):
 
     folder: Path
     config: Config
-    data: Path  # the prepared data, under the path it had when the run started
+    data: Path  # path of the prepared data when the run started
     content: str  # hash of the data
-    start: str | None  # the model whose weights the run started from
+    start: str | None  # model of the initial weights (train --from)
     summary: dict[str, Any] | None  # None: not finished
     training: Curve  # loss
     validation: Curve  # loss
@@ -31,17 +31,17 @@ class Run(NamedTuple):
         return self.config.train.seed
 
 
-def find_runs(given: Sequence[Path]) -> list[Run]:
-    """The runs of all given folders, each once, in the given order; runs inside a folder are sorted by name."""
+def find_runs(paths: Sequence[Path]) -> list[Run]:
+    """The runs of all folders, each once, in the order of `paths`; runs inside a folder are sorted by name."""
     folders: dict[Path, Path] = {}
-    for path in given:
+    for path in paths:
         for folder in _run_folders(path):
             folders.setdefault(folder.resolve(), folder)
     return [read_run(folder) for folder in folders.values()]
 
 
 def read_run(folder: Path) -> Run:
-    described = read_description(folder)
+    description = read_description(folder)
     rows = read_rows(folder / METRICS)
     if not rows and (folder / METRICS).stat().st_size > 0:
         raise _damaged(folder, "it has no complete row")
@@ -59,9 +59,9 @@ def read_run(folder: Path) -> Run:
     return Run(
         folder,
         read_config(folder),
-        Path(str(described["data"].get("folder", ""))),
-        str(described["data"].get("content", "")),
-        described.get("start"),
+        Path(str(description["data"].get("folder", ""))),
+        str(description["data"].get("content", "")),
+        description.get("start"),
         _summary(folder) if (folder / SUMMARY).exists() else None,
         curve("loss"),
         curve("validation_loss"),
@@ -71,8 +71,8 @@ def read_run(folder: Path) -> Run:
 
 def _run_folders(path: Path) -> list[Path]:
     if not path.is_dir():
-        what = "is a file" if path.exists() else "does not exist"
-        raise ConfigError(f"RUN {path} {what}: pass the folder of a run or of a suite")
+        problem = "is a file" if path.exists() else "does not exist"
+        raise ConfigError(f"RUN {path} {problem}: pass the folder of a run or of a suite")
     found = [path] if _has_metrics(path) else sorted(filter(_has_metrics, path.iterdir()))
     if not found:
         raise ConfigError(
@@ -89,7 +89,7 @@ def _has_metrics(folder: Path) -> bool:
 def _summary(folder: Path) -> dict[str, Any]:
     summary = read_summary(folder)
     if not isinstance(summary.get("validation_loss"), int | float):
-        raise TrainError(f"{folder / SUMMARY} has no validation_loss: delete it and run the training command again")
+        raise TrainError(f"{folder / SUMMARY} has no validation_loss: delete it and rerun the training command")
     return {"tokens_per_second": None, "peak_memory": None, **summary}
 
 
@@ -100,5 +100,5 @@ def _number(folder: Path, row: Any, key: str) -> float:
     return value
 
 
-def _damaged(folder: Path, what: str) -> TrainError:
-    return TrainError(f"{folder / METRICS} cannot be read ({what}): restore it, or leave this run out")
+def _damaged(folder: Path, reason: str) -> TrainError:
+    return TrainError(f"{folder / METRICS} cannot be read ({reason}): restore it, or remove this run from the command")

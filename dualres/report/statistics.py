@@ -14,7 +14,7 @@ T_POINTS = (
 
 
 class Interval(NamedTuple):
-    """A mean and half the width of its 95% confidence interval, which a single value does not have."""
+    """A mean and the half-width of its 95% confidence interval, which is None for a single value."""
 
     mean: float
     half: float | None
@@ -36,14 +36,14 @@ def estimate(values: Sequence[float]) -> Interval:
 
 
 def paired_difference(ours: Mapping[int, float], base: Mapping[int, float]) -> Interval | None:
-    """Over the seeds that both have: data order and branch weights are equal, so most of the noise cancels."""
+    """The mean difference over common seeds: data order and branch weights are equal, so most of the noise cancels."""
     both = sorted(ours.keys() & base.keys())
     return estimate([ours[seed] - base[seed] for seed in both]) if both else None
 
 
-def t_point(freedom: int) -> float:
-    """The 97.5% quantile; beyond the table by its expansion around the normal distribution's."""
-    if freedom <= len(T_POINTS):
-        return T_POINTS[freedom - 1]
+def t_point(degrees: int) -> float:
+    """The 97.5% quantile of Student's t; beyond the table, by expansion around the normal quantile."""
+    if degrees <= len(T_POINTS):
+        return T_POINTS[degrees - 1]
     z = statistics.NormalDist().inv_cdf(0.975)
-    return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
+    return z + (z**3 + z) / (4 * degrees) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * degrees**2)

@@ -21,7 +21,7 @@ from dualres.train.run_folder import SUMMARY, check_config, check_data, has_star
 
 
 class SuiteRun(NamedTuple):
-    """One run of a suite, done or not."""
+    """One run of a suite, finished or not."""
 
     scale: str  # name or path
     residual: str  # name or path
@@ -34,12 +34,12 @@ class SuiteRun(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Name of its folder."""
+        """The name of the run's folder."""
         rate = "" if self.learning_rate is None else f"-lr{self.learning_rate:g}"
         return f"{short_name(self.scale)}-{self.method}{rate}-seed{self.seed}"
 
     def overrides(self) -> list[str]:
-        """Seed and learning rate; the schedule still ends at a tenth of the peak."""
+        """Overrides for seed and learning rate; the schedule still ends at a tenth of the peak."""
         rate = self.learning_rate
         rates = [] if rate is None else [f"train.learning_rate={rate!r}", f"train.min_learning_rate={rate / 10!r}"]
         return [f"train.seed={self.seed}", *rates]
@@ -47,7 +47,7 @@ class SuiteRun(NamedTuple):
 
 @dataclass(frozen=True)
 class Suite:
-    """What to run, and how."""
+    """The runs, and the options that they share."""
 
     runs: tuple[SuiteRun, ...]
     data: Path
@@ -71,7 +71,7 @@ def all_runs(
 
 
 def check(suite: Suite) -> None:
-    """Refuse runs that would share a folder, and configs that differ from those of started runs."""
+    """Raise for runs that would share a folder, and for configs that differ from those of started runs."""
     names = [run.name for run in suite.runs]
     for name in names:
         if names.count(name) > 1:
@@ -83,15 +83,15 @@ def check(suite: Suite) -> None:
 
 
 def check_start(suite: Suite) -> None:
-    """Refuse up front whatever would stop a later run, and data that differ from those of started runs."""
-    left = [run for run in suite.runs if not suite.is_finished(run)]
-    if not left:
+    """Raise up front for anything that would stop a later run, and for data that differ from those of started runs."""
+    remaining = [run for run in suite.runs if not suite.is_finished(run)]
+    if not remaining:
         return
     index = read_index(suite.data)
     for run in suite.runs:
         if has_started(suite.out / run.name):
             check_data(suite.out / run.name, suite.data, index)
-    for run in left:
+    for run in remaining:
         config = suite.config(run)
         check_batch(config, suite.processes)
         engine_name(config, suite.processes)
@@ -103,7 +103,7 @@ def check_start(suite: Suite) -> None:
 
 
 def run_all(suite: Suite, say: Callable[[str], None]) -> list[SuiteRun]:
-    """Run what is not finished, one run after another, each in its own process. -> failed runs"""
+    """Run everything unfinished, one run after another, each in its own process. -> failed runs"""
     failed = []
     for number, run in enumerate(suite.runs, start=1):
         title = f"run {number}/{len(suite.runs)}  {run.name}"
@@ -114,10 +114,10 @@ def run_all(suite: Suite, say: Callable[[str], None]) -> list[SuiteRun]:
         code = _launch(suite, run)
         if code != 0:
             failed.append(run)
-            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
-            say(f"{run.name} {how}; continuing with the others")
+            reason = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
+            say(f"{run.name} {reason}; continuing with the others")
         elif not suite.is_finished(run):
-            raise KeyboardInterrupt  # it was asked to stop, and saved a checkpoint
+            raise KeyboardInterrupt  # it was interrupted, and saved a checkpoint
     return failed
 
 
@@ -125,19 +125,19 @@ def finished_runs(suite: Suite) -> dict[SuiteRun, Run]:
     return {run: read_run(suite.out / run.name) for run in suite.runs if suite.is_finished(run)}
 
 
-def group_by_rate(found: dict[SuiteRun, Run]) -> list[Group]:
-    """The seeds of every scale, method and learning rate; a suite's names stay as they were given."""
+def group_by_rate(finished: dict[SuiteRun, Run]) -> list[Group]:
+    """A group of seeds per scale, method and learning rate, by the names of the command line."""
     alike: dict[tuple[str, str, str], list[Run]] = {}
-    for run, read in found.items():
+    for run, result in finished.items():
         rate = "" if run.learning_rate is None else f"{run.learning_rate:g}"
-        alike.setdefault((run.scale, run.method, rate), []).append(read)
+        alike.setdefault((run.scale, run.method, rate), []).append(result)
     return [Group(scale, method, tuple(runs), {}, rate) for (scale, method, rate), runs in alike.items()]
 
 
 def _launch(suite: Suite, run: SuiteRun) -> int:
-    """Run `dualres train` in a process of its own. -> exit code"""
-    many = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={suite.processes}"]
-    command = [sys.executable, *(many if suite.processes > 1 else []), "-m", "dualres", "train"]
+    """Run `dualres train` in its own process. -> exit code"""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={suite.processes}"]
+    command = [sys.executable, *(torchrun if suite.processes > 1 else []), "-m", "dualres", "train"]
     command += [run.scale, run.residual, "--data", str(suite.data), "--out", str(suite.out / run.name)]
     command += ["--device", suite.device] if suite.device else []
     for override in (*suite.overrides, *run.overrides()):

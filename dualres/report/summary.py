@@ -1,4 +1,4 @@
-"""What the page says about the runs: what was compared, on what hardware, what is missing."""
+"""Sentences about the runs for the page: what was compared, on what hardware, what is missing."""
 
 import functools
 from collections import Counter
@@ -21,13 +21,13 @@ def title(groups: Sequence[Group]) -> str:
 def lead(groups: Sequence[Group]) -> str:
     """One sentence: methods, scales, tokens, data, seeds."""
     scales = dict.fromkeys(group.scale for group in groups)
-    return f"This page compares residual methods: {listed(_at(scale, groups) for scale in scales)}."
+    return f"This page compares residual methods: {listed(_scale(scale, groups) for scale in scales)}."
 
 
 def caveats(
     groups: Sequence[Group], compared: Sequence[ComparisonRow], repeated: Sequence[Run], idle: Sequence[Run]
 ) -> list[str]:
-    """What a reader must know to judge the numbers; `idle` runs have not taken a step."""
+    """Notes that a reader needs to judge the numbers; `idle` runs have not taken a step."""
     notes = [_machines([run for group in groups for run in group.finished])]
     if len({group.heading for group in groups}) < len(groups):
         notes.append(
@@ -38,31 +38,29 @@ def caveats(
     with_base = {row.group.heading for row in compared if row.is_base}
     if without := [heading for heading in headings if heading not in with_base]:
         notes.append(f"There is no finished run of {BASE} at {listed(without)} to compare with.")
-    if unfinished := [_so_far(run) for group in groups for run in group.unfinished]:
+    if unfinished := [_progress(run) for group in groups for run in group.unfinished]:
         notes.append(f"Unfinished, shown as curves but not in the tables: {listed(unfinished)}.")
     if idle:
         notes.append(f"No step taken yet: {listed(run.folder.name for run in idle)}.")
     if repeated:
-        notes.append(f"Left out because config and seed repeat another run: {listed(run.folder for run in repeated)}.")
+        notes.append(f"Omitted because config and seed repeat another run: {listed(run.folder for run in repeated)}.")
     return notes
 
 
-def _at(scale: str, groups: Sequence[Group]) -> str:
-    there = [group for group in groups if group.scale == scale]
-    tokens = listed(f"{count:,}" for count in sorted({group.config.train.tokens for group in there}))
-    data = listed(dict.fromkeys(group.settings["data"] for group in there))
-    seeds = sorted({run.seed for group in there for run in group.runs})
-    return (
-        f"{len(there)} at {scale} ({tokens} tokens of {data}, {'seeds' if len(seeds) > 1 else 'seed'} {listed(seeds)})"
-    )
+def _scale(scale: str, groups: Sequence[Group]) -> str:
+    members = [group for group in groups if group.scale == scale]
+    tokens = listed(f"{count:,}" for count in sorted({group.config.train.tokens for group in members}))
+    data = listed(dict.fromkeys(group.settings["data"] for group in members))
+    seeds = sorted({run.seed for group in members for run in group.runs})
+    return f"{len(members)} at {scale} ({tokens} tokens of {data}, seed{'s' if len(seeds) > 1 else ''} {listed(seeds)})"
 
 
-def _so_far(run: Run) -> str:
+def _progress(run: Run) -> str:
     return f"{run.folder.name} ({run.training[-1][0]:,} of {run.config.train.tokens:,} tokens)"
 
 
 def _machines(runs: Sequence[Run]) -> str:
-    """Devices of the finished runs; a summary says no more about the machine."""
+    """The devices of the finished runs; a summary has no more about the machine."""
     summaries = [run.summary for run in runs if run.summary is not None]
     if not summaries:
         return "No run is finished, so the hardware is not known yet."

@@ -1,1 +1,1 @@
-"""Helpers that depend on nothing else: atomic files, progress, text tables, optional dependencies, errors."""
+"""Helpers without dependencies within dualres: atomic files, progress, text tables, optional dependencies, errors."""

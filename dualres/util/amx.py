@@ -9,7 +9,7 @@ TILES_LEAF = 0x1D  # the CPUID leaf that describes AMX tiles
 LIMIT, WITHOUT_AMX = "ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16"  # read by oneDNN, which PyTorch uses
 
 
-def hides_its_tiles(cpuinfo: str) -> bool:
+def has_hidden_tiles(cpuinfo: str) -> bool:
     """Whether /proc/cpuinfo shows a processor with the AMX flag but without the CPUID leaf for its tiles."""
     lines = (line.partition(":") for line in cpuinfo.splitlines())
     fields = {name.strip(): value.split() for name, _, value in lines}
@@ -19,14 +19,14 @@ def hides_its_tiles(cpuinfo: str) -> bool:
 
 @functools.cache
 def avoid_hidden_tiles() -> None:
-    """Disable AMX in oneDNN where a bfloat16 product would crash with an illegal instruction, tiles unconfigured.
+    """Disable AMX in oneDNN where a bfloat16 matmul would crash with an illegal instruction (tiles not configured).
 
-    Training, generation and `open_model` call it before their first product; a loop of your own that computes in
-    bfloat16 on such a machine must do so too. A limit that the user has set stays.
+    Training, generation and `open_model` call it before their first matmul; your own loop must too if it computes in
+    bfloat16 on such a machine. A limit that the user has set is kept.
     """
     try:
         cpuinfo = CPUINFO.read_text()
     except OSError:  # not Linux
         return
-    if hides_its_tiles(cpuinfo):
+    if has_hidden_tiles(cpuinfo):
         os.environ.setdefault(LIMIT, WITHOUT_AMX)

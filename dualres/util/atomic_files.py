@@ -13,7 +13,7 @@ PARTIAL, LOCK = ".partial", "lock"
 
 
 def partial_of(path: Path) -> Path:
-    """The temporary name of a file or folder that is being written."""
+    """The temporary name of a file or folder while it is written."""
     return path.with_name(path.name + PARTIAL)
 
 
@@ -23,7 +23,7 @@ def flush(file: IO[Any]) -> None:
 
 
 def flush_folder(folder: Path) -> None:
-    """Flush the file names of a folder to disk."""
+    """Flush the directory entries of a folder to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -33,7 +33,7 @@ def flush_folder(folder: Path) -> None:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Add the file's name to OS errors without one, such as for a full disk."""
+    """Add the file's name to OS errors that lack one, such as for a full disk."""
     try:
         yield
     except OSError as error:
@@ -43,21 +43,21 @@ def naming(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def locked(folder: Path, refusal: Exception) -> Iterator[None]:
-    """Lock a folder, or raise `refusal`. The OS releases the lock even if the process is killed."""
+def locked(folder: Path, error: Exception) -> Iterator[None]:
+    """Lock a folder, or raise `error` if it is locked. The OS releases the lock even if the process is killed."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / LOCK).open("w") as file:
         try:
             with naming(folder / LOCK):  # not all file systems support locks
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise refusal from None
+            raise error from None
         yield
 
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """A temporary folder that is renamed to `path`, which is new or empty, on success."""
+    """A temporary folder that is renamed to `path` on success; `path` must be new or empty."""
     path = path.resolve()  # "." has no name
     partial = partial_of(path)
     shutil.rmtree(partial, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""How every curve is drawn: the moving average, and colors and line styles safe for color blindness."""
+"""The moving average, and the colorblind-safe colors and line styles, of every curve."""
 
 from collections.abc import Sequence
 

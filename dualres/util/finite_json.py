@@ -1,11 +1,11 @@
-"""Numbers that JSON can hold."""
+"""Data without NaN and infinity, for JSON."""
 
 import math
 from typing import Any
 
 
 def nonfinite_to_null(data: Any) -> Any:
-    """Nested dicts, lists and tuples with None in place of NaN and infinity, which JSON does not have."""
+    """Replace NaN and infinity, which JSON does not have, with None in nested dicts, lists and tuples."""
     if isinstance(data, dict):
         return {key: nonfinite_to_null(value) for key, value in data.items()}
     if isinstance(data, list | tuple):

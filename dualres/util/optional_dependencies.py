@@ -3,16 +3,16 @@
 import importlib
 from typing import Any
 
-# The command line sets it: `transformers`, which takes seconds to import, is then imported where a command needs it.
+# Set by the command line: then only commands that need `transformers`, which takes seconds to import, import it.
 on_demand = False
 
 
 class MissingExtraError(ImportError):
-    """A package of an extra is not installed."""
+    """Raised if a package of an extra is not installed."""
 
 
 def need(module: str, extra: str, purpose: str) -> Any:
-    """Import a package of an extra, or raise an error that tells how to install it."""
+    """Import a package of an extra, or raise an error with the command that installs it."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError:
@@ -20,10 +20,10 @@ def need(module: str, extra: str, purpose: str) -> Any:
 
 
 def missing(package: str, extra: str, purpose: str) -> str:
-    """What to say of a package that is not installed. dualres is on no package index: an install line needs a clone."""
-    return f"{purpose} needs the package {package}, of the extra {extra}: {install(extra)} in a clone of dualres"
+    """The message for a missing package. dualres is not on a package index, so installation needs a clone."""
+    return f"{purpose} needs the package {package} (extra {extra}): {install(extra)} in a clone of dualres"
 
 
 def install(extra: str) -> str:
-    """The command that adds an extra."""
+    """The command that installs an extra."""
     return f"pip install -e '.[{extra}]'"

@@ -1,4 +1,4 @@
-"""Progress of long work: one updating line on a terminal, an occasional line in a file."""
+"""Progress messages: one updating line on a terminal, an occasional line in a file."""
 
 import sys
 import time
@@ -20,7 +20,7 @@ class Progress:
         self.shown = False  # whether the cursor is on a progress line
 
     def show(self, text: str) -> None:
-        """Show the current state; skipped if one was shown just before."""
+        """Show the current state, unless another was shown just before."""
         now = time.monotonic()
         if self.quiet or now - self.last < (TERMINAL_SECONDS if self.live else FILE_SECONDS):
             return
@@ -45,13 +45,13 @@ class Progress:
 
 
 def say_as(rank: int | str, text: object) -> None:
-    """Print a line of one rank in a single write, since other ranks may print at the same time."""
+    """Print a line of one rank in a single write, because other ranks may print at the same time."""
     sys.stderr.write(f"dualres: {text}\n" if str(rank) == "0" else f"dualres, rank {rank}: {text}\n")
     sys.stderr.flush()
 
 
 def silent(text: str) -> None:
-    """A `Show` that ignores its messages."""
+    """A `Show` that ignores messages."""
 
 
 def duration(seconds: float) -> str:
@@ -69,6 +69,6 @@ def short(number: float) -> str:
     return f"{number:.3g}"
 
 
-def plural(number: int, one: str, ending: str = "s") -> str:
+def plural(number: int, noun: str, ending: str = "s") -> str:
     """3 runs, 1 run"""
-    return f"{number:,} {one}" if number == 1 else f"{number:,} {one}{ending}"
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}{ending}"

@@ -1,10 +1,10 @@
-"""Plain text tables for the terminal."""
+"""Plain-text tables for the terminal."""
 
 from collections.abc import Sequence
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Rows under a header, numbers right-aligned and text left-aligned."""
+    """Rows under a header, with numbers right-aligned and text left-aligned."""
     cells = [[_text(cell) for cell in row] for row in rows]
     widths = [max(len(line[i]) for line in [list(header), *cells]) for i in range(len(header))]
     right = [all(_is_number(row[i]) for row in rows if row[i] != "") for i in range(len(header))]

@@ -4,5 +4,5 @@ from importlib.metadata import PackageNotFoundError, version
 
 try:
     VERSION = version("dualres")
-except PackageNotFoundError:  # a checkout that is not installed
+except PackageNotFoundError:  # running from a checkout
     VERSION = "0+unknown"

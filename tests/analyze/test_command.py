@@ -157,17 +157,17 @@ def test_figures_of_a_page(here: Path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nothing", "--data", "data"], "nothing has no config.json: give the folder of a run or of a saved model"),
+        (["nothing", "--data", "data"], "nothing has no config.json: pass the folder of a run or of a saved model"),
         (
             ["dar", "nothing", "--data", "data"],
-            "nothing has no config.json: give the folder of a run or of a saved model",
+            "nothing has no config.json: pass the folder of a run or of a saved model",
         ),
-        (["dar", "mhc", "--data", "data", "--out", "data/index.json"], "is a file: name a folder"),
+        (["dar", "mhc", "--data", "data", "--out", "data/index.json"], "is a file: use a folder"),
         (["exported"], "exported is not a run: pass --data"),
         (["dar", "--data", "nothing"], "nothing"),
         (["dar", "--data", "data", "--sequences", "0"], "--sequences 0 is not positive"),
         (["dar", "--data", "data", "--length", "33"], "--length 33 exceeds the context of dar: use at most 32"),
-        (["dar", "--data", "data", "--sequences", "100000"], "sequences of 32 tokens, 100000 are requested: lower"),
+        (["dar", "--data", "data", "--sequences", "100000"], "sequences of 32 tokens, but 100000 are needed: lower"),
         (["dar", "dar", "--data", "data"], "two models are called dar"),
         (["exported", "--data", "data", "--checkpoint", "best"], "--checkpoint does not apply"),
     ],
@@ -184,7 +184,7 @@ def test_other_tokens_are_refused(here: Path, capsys: pytest.CaptureFixture[str]
     (here / "others.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert main(["prepare", "others.jsonl", "others", "--tokenizer", "bpe:300", "--held-out", "0.5"]) == 0
     assert main(["analyze", "dar", "--data", "others", *FEW]) == 2
-    assert "prepared with another tokenizer" in capsys.readouterr().err
+    assert "prepared with a different tokenizer" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("undrawn")

@@ -71,8 +71,8 @@ def test_a_full_disk_is_named(limit: int, name: str, source: Path, tmp_path: Pat
     )
     assert full.returncode == 1
     assert full.stderr.splitlines()[-1] == (
-        f"dualres: cannot read or write: [Errno 27] File too large: '{out / name}': free space there and run the same "
-        "command again"
+        f"dualres: cannot read or write: [Errno 27] File too large: '{out / name}': free some space there and rerun "
+        "the command"
     )
     assert subprocess.run(command, check=False, capture_output=True).returncode == 0
     prepare(Settings(str(source), "bytes"), tmp_path / "whole")

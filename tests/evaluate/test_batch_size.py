@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dualres.evaluate import batch_size
-from dualres.evaluate.batch_size import CHUNK_BYTES, MOST_ROWS, Batch, batch_for, free_memory, row_bytes
+from dualres.evaluate.batch_size import CHUNK_BYTES, MAX_ROWS, Batch, batch_for, free_memory, row_bytes
 from dualres.evaluate.perplexity import score_source
 from dualres.hub.open_model import TrainedModel
 from dualres.plan.live_bytes import LiveBytes
@@ -58,14 +58,14 @@ def test_every_row_once_and_in_order():
         return list(piece)
 
     batch = Batch(9, 9)
-    pieces = list(batch.over(rows, work))
+    pieces = list(batch.map(rows, work))
     assert [row for piece in pieces for row in piece] == rows
 
 
 def test_short_rows_run_together():
     batch = Batch(2, 8)
     rows = [range(length) for length in (8, 8, 8, 4, 4, 4, 1, 1, 1)]
-    assert [len(piece) for piece in batch.over(rows, lambda piece: piece)] == [2, 2, 4, 1]
+    assert [len(piece) for piece in batch.map(rows, lambda piece: piece)] == [2, 2, 4, 1]
 
 
 def test_what_failed_is_freed_before_it_is_tried_again():
@@ -83,7 +83,7 @@ def test_what_failed_is_freed_before_it_is_tried_again():
 
     gc.disable()
     try:
-        assert list(Batch(8, 1).over([range(1)] * 3, work)) == [1, 1, 1]
+        assert list(Batch(8, 1).map([range(1)] * 3, work)) == [1, 1, 1]
     finally:
         gc.enable()
     assert len(held) == 4  # of 3 rows, then of 1
@@ -102,7 +102,7 @@ def with_free(monkeypatch: pytest.MonkeyPatch, count: float) -> None:
 def test_the_size_follows_the_memory(monkeypatch: pytest.MonkeyPatch):
     model = tiny_model()
     row = row_bytes(model)
-    for rows, wanted in [(-100, 1), (0, 1), (1, 1), (7.5, 7), (63, 63), (10**6, MOST_ROWS)]:
+    for rows, wanted in [(-100, 1), (0, 1), (1, 1), (7.5, 7), (63, 63), (10**6, MAX_ROWS)]:
         with_free(monkeypatch, 2 * (rows * row + 3 * CHUNK_BYTES["cpu"]))
         assert batch_for(model).tokens == wanted * CONTEXT
 

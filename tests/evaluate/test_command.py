@@ -15,7 +15,7 @@ from dualres.cli import main
 from dualres.commands.arguments import parse_models
 from dualres.config.schema import ConfigError
 from dualres.evaluate import perplexity, zero_shot
-from dualres.evaluate.batch_size import MOST_ROWS
+from dualres.evaluate.batch_size import MAX_ROWS
 from dualres.hub import open_model
 from dualres.hub.open_model import TrainedModel
 from dualres.util.atomic_files import LOCK
@@ -86,7 +86,7 @@ def test_all_measures_of_two_models(evaluate: Evaluate, data: Path, tmp_path: Pa
     assert out.count("### ") == 3
     assert "| small | " in out
     assert "| big | " in out
-    assert "written: evaluations/report.md, evaluations/report.tex, evaluations/report.json" in err
+    assert "wrote evaluations/report.md, evaluations/report.tex, evaluations/report.json" in err
     assert (tmp_path / "evaluations" / "report.md").read_text() == out
     first, second = report()["models"]
     assert first["identity"] == "runs/small"
@@ -144,7 +144,7 @@ def test_the_batch_is_the_one_asked_for(evaluate: Evaluate, monkeypatch: pytest.
     assert evaluate("small", *TASKS, "--batch", "2")[0] == 0
     assert evaluate("large", *TASKS)[0] == 0
     assert batches[:2] == [2, 2]
-    assert {batch.tokens for batch in batches[2:]} == {MOST_ROWS * CONTEXT}  # of a model that is small
+    assert {batch.tokens for batch in batches[2:]} == {MAX_ROWS * CONTEXT}  # of a model that is small
 
 
 def test_latex_is_printed_when_asked_for(evaluate: Evaluate):
@@ -199,7 +199,7 @@ def test_a_failed_task_leaves_the_rest_and_is_tried_again(evaluate: Evaluate, mo
         code, out, err = evaluate("small", *TASKS)
     assert code == 1
     assert "dualres: small  zero-shot piqa failed: RuntimeError: a kernel broke\n" in err
-    assert "Run the same command to try again" in err
+    assert "Rerun the command to retry" in err
     assert re_row(out, "small")[1:3] == ["—", report_cell("boolq")]
     code, out, err = evaluate("small", *TASKS)
     assert code == 0
@@ -251,9 +251,11 @@ WRONG = [
     ([*TASKS, "--context", "-1"], "--context -1 is not positive"),
     ([*TASKS, "--batch", "many"], "--batch many: use auto"),
     ([*TASKS, "--batch", "0"], "--batch 0: use auto"),
+    ([*TASKS, "--device", "gpu"], "--device gpu is not a device: use auto, cpu, cuda or cuda:N"),
+    ([*TASKS, "--device", "cuda:99"], "--device cuda:99 does not exist"),
     ([*PERPLEXITY, "--limit", "3"], "add --zero-shot"),
     (["--validation", "nowhere", "--validation-tokens", "0"], "--validation-tokens 0 is not positive"),
-    ([*PERPLEXITY, "--validation-tokens", "3"], "--validation-tokens applies to --validation"),
+    ([*PERPLEXITY, "--validation-tokens", "3"], "--validation-tokens requires --validation"),
     (["--zero-shot", "mmlu"], "--zero-shot mmlu: unknown task"),
     (["--zero-shot", "--tasks-from", "nowhere"], "no task documents at nowhere"),
     (["--perplexity", "nowhere"], "no documents at nowhere"),
@@ -289,7 +291,7 @@ def test_a_broken_file_of_a_task_is_refused_before_anything_is_loaded(
 def test_a_context_beyond_the_models_is_refused(evaluate: Evaluate):
     code, _, err = evaluate("small", *PERPLEXITY, "--context", "65")
     assert code == 2
-    assert "--context 65 exceeds that of small: use at most 64" in err
+    assert "--context 65 exceeds the context of small: use at most 64" in err
 
 
 def test_a_folder_in_use_is_refused(evaluate: Evaluate, tmp_path: Path):
@@ -298,7 +300,7 @@ def test_a_folder_in_use_is_refused(evaluate: Evaluate, tmp_path: Path):
         fcntl.flock(file, fcntl.LOCK_EX)
         code, _, err = evaluate("small", *PERPLEXITY)
     assert code == 2
-    assert "another process evaluates into evaluations" in err
+    assert "another process is writing to evaluations" in err
 
 
 def test_names_of_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -82,7 +82,7 @@ def test_what_a_source_holds(tmp_path: Path):
 def test_a_source_that_changes_is_refused(tmp_path: Path):
     [source] = find_sources(fill(tmp_path / "a.jsonl", ["one", "two"]))
     fill(tmp_path / "a.jsonl", ["one", "too"])
-    with pytest.raises(DataError, match="source a changed while it was read"):
+    with pytest.raises(DataError, match="source a changed while it was being read"):
         list(texts(source))
 
 
@@ -200,7 +200,7 @@ def test_a_row_of_a_file_without_text(tmp_path: Path):
 
 
 def test_a_source_per_row_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(documents, "MOST_SOURCES", 3)
+    monkeypatch.setattr(documents, "MAX_SOURCES", 3)
     path = tmp_path / "a.jsonl"
     path.write_text("".join(f'{{"text": "x", "source": "https://{number}"}}\n' for number in range(4)))
     with pytest.raises(DataError, match="line 4 has source number 4, 'https://3'"):

@@ -153,19 +153,19 @@ def test_a_field_of_the_wrong_type_is_refused_with_its_line(
 
 
 WRONG_ANSWERS = [
-    ("hellaswag", {"label": "3", "endings": ["a", "b"]}, "right answer 3, .* 2 choices"),
+    ("hellaswag", {"label": "3", "endings": ["a", "b"]}, "correct answer 3, .* 2 choices"),
     ("hellaswag", {"endings": []}, "0 choices"),
     ("hellaswag", {"endings": ["a", "b", "c", "[step]"]}, "empty answer"),
-    ("piqa", {"label": 2}, "right answer 2"),
+    ("piqa", {"label": 2}, "correct answer 2"),
     ("piqa", {"sol1": " "}, "empty answer"),
     ("arc_easy", {"answerKey": "E"}, "'E' is not in list"),
     ("winogrande", {"answer": "3"}, "KeyError: '3'"),
     ("winogrande", {"sentence": "no gap"}, "substring not found"),
     ("winogrande", {"sentence": "nothing follows _"}, "empty answer"),
-    ("boolq", {"label": 2}, "right answer 2"),
+    ("boolq", {"label": 2}, "correct answer 2"),
     ("openbookqa", {"answerKey": ""}, "'' is not in list"),
-    ("social_iqa", {"label": "0"}, "right answer '-1'"),
-    ("social_iqa", {"label": "4"}, "right answer 3"),
+    ("social_iqa", {"label": "0"}, "correct answer '-1'"),
+    ("social_iqa", {"label": "4"}, "correct answer 3"),
     ("sciq", {"distractor2": ""}, "empty answer"),
 ]
 
@@ -188,7 +188,7 @@ def test_documents_of_the_hub_are_checked_too(monkeypatch: pytest.MonkeyPatch):
     hub = datasets.DatasetDict({name: datasets.Dataset.from_list(rows) for name in ("train", "validation")})
     monkeypatch.setattr("datasets.load_dataset", lambda **_: hub)
     [documents] = task_documents([BOOLQ], HUB)
-    with quiet(), pytest.raises(DataError, match=r"document 1 of aps/super_glue boolq .*right answer -1"):
+    with quiet(), pytest.raises(DataError, match=r"document 1 of aps/super_glue boolq .*correct answer -1"):
         harness_task(documents, None)
 
 

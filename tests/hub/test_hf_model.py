@@ -334,7 +334,7 @@ def test_recomputing_blocks_takes_no_cache():
 def test_one_device_or_none(tmp_path: Path):
     small().save_pretrained(tmp_path)
     spread = {"decoder.vocabulary": "cpu", "decoder.norm": "cpu", "decoder.stack": "disk"}
-    with pytest.raises(ValueError, match=r"over cpu, disk.*runs on one device"):
+    with pytest.raises(ValueError, match=r"over cpu, disk.*run on one device"):
         AutoModelForCausalLM.from_pretrained(tmp_path, device_map=spread, offload_folder=tmp_path / "off")
     assert AutoModelForCausalLM.from_pretrained(tmp_path, device_map="cpu").device.type == "cpu"
 

@@ -12,7 +12,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from dualres.hub.open_model import open_model
+from dualres.config.schema import ConfigError
+from dualres.hub.open_model import open_model, pick_device
 from dualres.train.loop import train
 from dualres.util.errors import ModelError
 from tests.evaluate.tiny import CONTEXT, save_tiny
@@ -33,6 +34,37 @@ def change_weights(folder: Path, change: Callable[[dict[str, Any]], Any]) -> Non
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("gpus", "name", "device"),
+    [
+        (0, "auto", "cpu"),
+        (0, "cpu", "cpu"),
+        (0, "cuda", None),
+        (0, "cuda:0", None),
+        (2, "auto", "cuda"),
+        (2, "cpu", "cpu"),
+        (2, "cuda", "cuda"),
+        (2, "cuda:1", "cuda:1"),
+        (2, "cuda:2", None),
+    ],
+)
+def test_devices(gpus: int, name: str, device: str | None, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    if device is not None:
+        assert pick_device(name) == torch.device(device)
+        return
+    with pytest.raises(
+        ConfigError, match=f"--device {name} does not exist, this machine has {gpus} GPUs: use auto or cpu"
+    ):
+        pick_device(name)
+
+
+def test_a_device_of_another_name():
+    for name in ("gpu", "cuda:", "cuda:one", "mps"):
+        with pytest.raises(ConfigError, match=f"--device {name} is not a device: use auto, cpu, cuda or cuda:N"):
+            pick_device(name)
 
 
 def test_an_opened_model_is_as_it_was_saved(folder: Path):
@@ -67,9 +99,9 @@ REFUSED = {
     "a tensor too few": (lambda f: change_weights(f, lambda t: t.pop("model.norm.weight")), "norm.weight is missing"),
     "a tensor too many": (
         lambda f: change_weights(f, lambda t: t.update({"model.layers.2.input_layernorm.weight": torch.ones(32)})),
-        "layers.2.input_layernorm.weight is not part of it",
+        "layers.2.input_layernorm.weight is unexpected",
     ),
-    "fewer layers in the config": (lambda f: change_config(f, num_hidden_layers=1), "layers.1.* is not part of it"),
+    "fewer layers in the config": (lambda f: change_config(f, num_hidden_layers=1), "layers.1.* is unexpected"),
     "another width": (lambda f: change_config(f, intermediate_size=48), r"proj.weight is .*64.*, not .*48"),
     "a width in words": (lambda f: change_config(f, hidden_size="32"), "transformers cannot read"),
     "no tokenizer": (lambda f: [p.unlink() for p in f.glob("tokenizer*")], "has no tokenizer"),
@@ -110,7 +142,7 @@ def test_a_model_that_looks_ahead_is_refused(folder: Path):
     size: dict[str, Any] = {"vocab_size": 257, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     config = transformers.BertConfig(**size, num_attention_heads=2, max_position_embeddings=CONTEXT)
     transformers.BertLMHeadModel(config).save_pretrained(folder)
-    with pytest.raises(ModelError, match="looks ahead"):
+    with pytest.raises(ModelError, match="is not a causal language model"):
         open_model(folder, architectures="any")
 
 
@@ -151,4 +183,4 @@ def test_a_run_needs_no_transformers(tmp_path: Path):
         [sys.executable, "-c", WITHOUT_TRANSFORMERS, *words], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert "needs the package transformers, of the extra hub: pip install -e '.[hub]'" in done.stderr
+    assert "needs the package transformers (extra hub): pip install -e '.[hub]'" in done.stderr

@@ -337,7 +337,7 @@ def test_a_start_says_which_mesh_it_does_not_use(tmp_path: Path):
 def test_a_plan_is_asked_for(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.setattr("dualres.train.process_group.join_world", None)
     assert main(["train", "nano", "dar-block", *arguments]) == 2
-    assert capsys.readouterr().err.startswith(f"dualres: {arguments[0]} needs --dry-run")
+    assert capsys.readouterr().err.startswith(f"dualres: {arguments[0]} requires --dry-run")
 
 
 @pytest.mark.parametrize("gpus", ["0", "-8"])

@@ -19,7 +19,7 @@ CHECKED = [*TENSOR, "--set", "train.global_batch=64"]
 def plan_of(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, Any]]:
     code = main(["plan", *words, "--json"])
     out, shown = capsys.readouterr()
-    assert shown == ("" if code == 0 else "dualres: it does not fit\n")
+    assert shown == ("" if code == 0 else "dualres: this configuration does not fit in GPU memory\n")
     return code, json.loads(out)
 
 
@@ -135,13 +135,16 @@ REFUSED = {
     "small batch": (["--gpus", "64", *TENSOR], "than the 32 data-parallel ranks of dp32·tp2: use --set train.global"),
     "heads": (["--gpus", "8", "--set", "train.parallel.tensor=4"], "does not divide model.kv_heads=2"),
     "processes": (["--gpus", "3", *TENSOR], "does not divide 3 processes: start 2 or 4"),
-    "nodes": (["--gpus", "12"], "--gpus 12 are no whole nodes of --node-size 8: use 8"),
+    "nodes": (["--gpus", "12"], "--gpus 12 is not a multiple of --node-size 8: use 8"),
     "memory": (["--gpus", "8", "--gpu-memory", "0"], "--gpu-memory 0.0 is not positive"),
     "no end of memory": (["--gpus", "8", "--gpu-memory", "inf"], "--gpu-memory inf is not positive and finite"),
     "flops": (["--gpus", "8", "--peak-flops", "inf"], "--peak-flops inf is not positive and finite"),
-    "hardly a flop": (["--gpus", "8", "--peak-flops", "1e-300"], "--peak-flops 1e-300 is true of no hardware"),
-    "utilization": (["--gpus", "8", "--utilization", "1.5"], "--utilization 1.5 is above 1"),
-    "gpus": (["--gpus", str(10**24)], "are more than a plan is made for: use at most 1,000,000"),
+    "hardly a flop": (
+        ["--gpus", "8", "--peak-flops", "1e-300"],
+        "--peak-flops 1e-300 is not a plausible hardware value",
+    ),
+    "utilization": (["--gpus", "8", "--utilization", "1.5"], "--utilization 1.5 exceeds 1 (100% of peak)"),
+    "gpus": (["--gpus", str(10**24)], "exceeds the supported maximum: use at most 1,000,000"),
     "ddp": (["--gpus", "8", "--set", "train.engine=ddp"], "than the 8 data-parallel ranks of dp8: use --set train.gl"),
     "context": (["--gpus", "8", "--set", "train.parallel.context=2"], "context parallelism is not implemented"),
     "bandwidth": (["--gpus", "8", "--node-bandwidth", "-1"], "--node-bandwidth -1.0 is not positive"),

@@ -58,7 +58,7 @@ def test_what_an_older_version_wrote(suite: Path, tmp_path: Path):
     (folder / "report.json").write_text(json.dumps(data))
     [notice] = section(make(tmp_path / "page.html", suite, "--evaluation", folder), "evaluation").all("p")
     assert f"{folder / 'report.json'} was written by an older version" in notice.text
-    assert "run the same dualres evaluate command again" in notice.text
+    assert "rerun the same dualres evaluate command" in notice.text
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_what_cannot_be_read(suite: Path, tmp_path: Path, capsys: pytest.Capture
     assert main(["report", str(suite), "--evaluation", str(folder), "-o", str(tmp_path / "page.html")]) == 2
     said = capsys.readouterr().err
     assert f"{folder / 'report.json'} cannot be read" in said
-    assert "run the same dualres evaluate command again" in said
+    assert "rerun the same dualres evaluate command" in said
     assert not (tmp_path / "page.html").exists()
 
 

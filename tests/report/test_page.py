@@ -174,11 +174,11 @@ def test_configs_and_commands(page: Element, suite: Path, data: Path):
 def test_where_there_is_no_command(suite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(registry.METHODS, "my-method", registry.METHODS["dar-block"])
     run = copy_run(suite / "dar-block-seed0", tmp_path / "run", residual__method="my-method")
-    assert "No shipped configs lead to this config" in section(make(tmp_path / "a.html", run), "configs").text
+    assert "This config was not built from shipped configs" in section(make(tmp_path / "a.html", run), "configs").text
     started = copy_run(suite / "standard-seed0", tmp_path / "started")
     describe(started, start="llama")
     text = section(make(tmp_path / "b.html", started), "configs").text
-    assert "It started from the weights of llama" in text
+    assert "Training started from the weights of llama" in text
     assert "dualres train" not in text
 
 

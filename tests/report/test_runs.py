@@ -81,7 +81,10 @@ def summary_without_loss(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
-        (half_written, f"{METRICS} cannot be read (it has no complete row): restore it, or leave this run out"),
+        (
+            half_written,
+            f"{METRICS} cannot be read (it has no complete row): restore it, or remove this run from the command",
+        ),
         (without_tokens, f"{METRICS} cannot be read (tokens is None in"),
         (not_a_number, f"{METRICS} cannot be read (loss is nan in"),
         (no_objects, f"{METRICS} cannot be read ("),
@@ -113,7 +116,7 @@ def test_what_is_no_run_is_refused(suite: Path, tmp_path: Path, capsys: pytest.C
         assert f"RUN {tmp_path / given} {says}" in said
         assert "pass" in said
     assert main(["report", str(suite), "-o", str(tmp_path)]) == 2
-    assert f"-o {tmp_path} is a folder: name a file, such as {tmp_path / 'report.html'}" in capsys.readouterr().err
+    assert f"-o {tmp_path} is a folder: use a file name such as {tmp_path / 'report.html'}" in capsys.readouterr().err
     assert not list(tmp_path.glob("*.html"))
 
 

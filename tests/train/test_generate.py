@@ -39,7 +39,7 @@ def test_generate_from_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str
     ("given", "says"),
     [
         (["x", "--tokens", "-1"], "--tokens -1 is not positive"),
-        (["x", "--temperature", "-1"], "--temperature -1.0: use 0 for the likeliest token, or 0.001 to 1000"),
+        (["x", "--temperature", "-1"], "--temperature -1.0: use 0 for greedy decoding, or 0.001 to 1000"),
         (["x", "--temperature", "nan"], "--temperature nan: use 0"),
         (["x", "--temperature", "1e-320"], "--temperature 1e-320: use 0"),
         (["x", "--seed", "99999999999999999999"], "--seed 99999999999999999999: use a number from 0"),

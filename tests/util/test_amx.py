@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from dualres.util.amx import LIMIT, WITHOUT_AMX, hides_its_tiles
+from dualres.util.amx import LIMIT, WITHOUT_AMX, has_hidden_tiles
 
 INFO = "processor\t: {number}\nmodel name\t: Some CPU @ 2: GHz\ncpuid level\t: {level}\nflags\t\t: fpu {flags} avx2\n\n"
 PRODUCT = """
@@ -23,11 +23,11 @@ print(torch.nn.functional.linear(a, a).sum().item(), os.environ.get("ONEDNN_MAX_
     [(28, "amx_bf16 amx_tile", True), (29, "amx_bf16 amx_tile", False), (32, "amx_tile", False), (22, "avx", False)],
 )
 def test_the_words_of_the_system(level: int, flags: str, hidden: bool):
-    assert hides_its_tiles("".join(INFO.format(number=n, level=level, flags=flags) for n in range(2))) == hidden
+    assert has_hidden_tiles("".join(INFO.format(number=n, level=level, flags=flags) for n in range(2))) == hidden
 
 
 def test_another_architecture_has_no_such_words():
-    assert not hides_its_tiles("processor\t: 0\nBogoMIPS\t: 243.75\nFeatures\t: fp asimd bf16\n")
+    assert not has_hidden_tiles("processor\t: 0\nBogoMIPS\t: 243.75\nFeatures\t: fp asimd bf16\n")
 
 
 @pytest.mark.parametrize("own", [None, "AVX2"])

@@ -1,6 +1,6 @@
 """Residual pathways in Megatron-Core.
 
-`layer_spec` puts the layers of a `GPTModel` on a residual pathway (`ResidualLayer`); `transformer_options` and
+`layer_spec` gives the layers of a `GPTModel` a residual pathway (`ResidualLayer`); `transformer_options` and
 `gpt_options` turn a model config into Megatron's; `decay_overrides` keeps weight decay off gates and queries.
 `import_weights` and `export_weights` move weights to and from a `Decoder`, `with_vocabulary` pads the vocabulary.
 """

@@ -1,4 +1,4 @@
-"""Megatron's options for a model config."""
+"""Megatron options for a model config."""
 
 from typing import Any
 
@@ -11,17 +11,17 @@ from dualres.hub.megatron.layer import UNDECAYED
 
 
 def transformer_options(model: ModelConfig) -> dict[str, Any]:
-    """Arguments of `TransformerConfig` for layers that compute the same; add parallelism as you like."""
-    for name, wrong in (
+    """Arguments of `TransformerConfig` for layers that compute the same; add your own parallelism options."""
+    for name, is_unsupported in (
         ("attention_bias", model.attention_bias == "all"),
         ("embedding_width", model.embedding_width not in (None, model.width)),
         ("rope_scaling", model.rope_scaling is not None),
         ("read_eps", model.read_eps is not None),
     ):
-        if wrong:
+        if is_unsupported:
             raise ConfigError(
-                f"model.{name}={getattr(model, name)} is not supported in Megatron's GPTModel: train the model with "
-                "`dualres train`"
+                f"model.{name}={getattr(model, name)} is not supported in a Megatron GPTModel: train the model "
+                "with `dualres train`"
             )
     options: dict[str, Any] = {
         "num_layers": model.layers,
@@ -41,7 +41,7 @@ def transformer_options(model: ModelConfig) -> dict[str, Any]:
         "hidden_dropout": 0.0,
         "init_method_std": model.init_std,
         "output_layer_init_method": init_method_normal(model.init_std),
-        "hetereogenous_dist_checkpoint": True,  # sic; layers that open a block have more parameters
+        "hetereogenous_dist_checkpoint": True,  # sic; layers that start a block have more parameters
     }
     if model.moe is not None:
         options |= {
@@ -69,5 +69,5 @@ def gpt_options(model: ModelConfig) -> dict[str, Any]:
 
 
 def decay_overrides() -> dict[Any, dict[str, float]]:
-    """`config_overrides` of `get_megatron_optimizer`, besides the standard ones: no weight decay on gates."""
+    """Additional `config_overrides` for `get_megatron_optimizer`: no weight decay on queries and gates."""
     return {ParamKey(attr=UNDECAYED): {"wd_mult": 0.0}}
