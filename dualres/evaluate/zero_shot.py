@@ -1,6 +1,7 @@
 """Zero-shot accuracy with lm-evaluation-harness, in its default formulation of every task."""
 
 import copy
+import importlib.metadata
 import itertools
 import logging
 import math
@@ -52,8 +53,12 @@ class TaskScore(NamedTuple):
 
 
 def harness_version() -> str:
-    """The version of lm-evaluation-harness."""
-    return str(need("lm_eval", "evaluate", PURPOSE).__version__)
+    """The version of lm-evaluation-harness, which is not imported: that would change settings of huggingface_hub."""
+    try:
+        return importlib.metadata.version("lm_eval")
+    except importlib.metadata.PackageNotFoundError:
+        need("lm_eval", "evaluate", PURPOSE)
+        raise
 
 
 def score_task(

@@ -78,7 +78,7 @@ def empty_decoder(saved: Saved) -> Decoder:
         residual = convert(ResidualConfig, saved.config.get("residual"), "residual")
         return build_decoder(model, residual, device="meta")
     except ConfigError as error:
-        raise ModelError(f"{saved.folder / CONFIG}: {error}") from None
+        raise ModelError(f"{saved.folder / CONFIG}: {error}. Restore the file, or export the model again") from None
 
 
 def foreign_model(folder: Path, model_type: object) -> ModelError:

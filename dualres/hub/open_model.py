@@ -123,10 +123,15 @@ class TrainedModel:
         return frozenset([end] if isinstance(end, int) else end or [])
 
     def encode(self, prompt: str) -> list[int]:
-        """Tokenize a prompt, with the special tokens that the tokenizer adds; an empty one becomes `prefix`."""
+        """Tokenize a prompt, with the special tokens that the tokenizer adds; an empty one becomes BOS or EOS."""
         tokenizer = self.require_tokenizer()
         is_ours = isinstance(tokenizer, Tokenizer)
-        tokens = (tokenizer.encode(prompt) if is_ours else tokenizer(prompt)["input_ids"]) or [self.prefix]
+        tokens = tokenizer.encode(prompt) if is_ours else tokenizer(prompt)["input_ids"]
+        if not tokens:
+            start = None if is_ours else tokenizer.bos_token_id
+            tokens = sorted(self.ends)[:1] if start is None else [start]
+        if not tokens:
+            raise ModelError(f"{self.folder} has neither a BOS nor an EOS token to start from: pass a prompt")
         if max(tokens) >= self.vocab_size:
             raise ModelError(
                 f"the tokenizer of {self.folder} produces token {max(tokens)}, but the model's vocabulary has "

@@ -159,6 +159,16 @@ def test_best_and_last_are_different_models(tmp_path: Path):
     assert any(not torch.equal(p, q) for p, q in pairs)
 
 
+def test_an_empty_prompt_starts_with_bos_or_eos(folder: Path):
+    model = open_model(folder, architectures="any")
+    tokenizer, settings = model.tokenizer, model.network.generation_config
+    tokenizer.bos_token, tokenizer.eos_token, settings.eos_token_id = None, None, [9, 5]
+    assert model.encode("") == [5]  # the model's own: its tokenizer has none
+    settings.eos_token_id = None
+    with pytest.raises(ModelError, match="neither a BOS nor an EOS token to start from: pass a prompt"):
+        model.encode("")
+
+
 WITHOUT_TRANSFORMERS = """
 import sys
 sys.modules["transformers"] = None  # importing it fails
