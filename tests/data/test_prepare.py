@@ -117,7 +117,7 @@ def test_the_command_shows_what_it_does(tmp_path: Path, folder: Path, capsys: py
     for split in SPLITS:
         documents = len(texts(tmp_path / "out", split))
         assert f"{split:10}  {index.tokens(split):>15,} tokens  {documents:>11,} documents\n" in out
-    assert f"vocabulary  300; written to {tmp_path / 'out'}" in out
+    assert f"vocabulary  300; wrote {tmp_path / 'out'}" in out
 
 
 BIG = 160 * 2**20  # bytes of text

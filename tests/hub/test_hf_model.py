@@ -325,7 +325,7 @@ def test_recomputing_blocks_takes_no_cache():
     model, tokens = small(), random_tokens()
     model.gradient_checkpointing_enable()
     model(tokens, labels=tokens).loss.backward()  # in eval mode
-    with pytest.raises(ValueError, match="would append to the cache again"):
+    with pytest.raises(ValueError, match="would append to the cache twice"):
         model(tokens, past_key_values=DynamicCache(config=model.config))
     with torch.no_grad():
         assert model(tokens).past_key_values.get_seq_length() == 19

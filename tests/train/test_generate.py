@@ -43,7 +43,7 @@ def test_generate_from_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str
         (["x", "--temperature", "nan"], "--temperature nan: use 0"),
         (["x", "--temperature", "1e-320"], "--temperature 1e-320: use 0"),
         (["x", "--seed", "99999999999999999999"], "--seed 99999999999999999999: use a number from 0"),
-        (["a\udcff"], "the prompt is not UTF-8 at character 1"),
+        (["a\udcff"], "the prompt is not valid UTF-8 at character 1"),
     ],
 )
 def test_what_cannot_be_generated(whole: Path, capsys: pytest.CaptureFixture[str], given: list[str], says: str):

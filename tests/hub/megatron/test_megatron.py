@@ -142,7 +142,7 @@ def test_a_spec_of_other_layers_is_refused():
 def test_models_that_megatron_has_not_are_refused(model: ModelConfig, request: pytest.FixtureRequest):
     from dualres.hub.megatron import transformer_options
 
-    with pytest.raises(ConfigError, match=f"^model.{request.node.callspec.id}=.* is not supported in Megatron"):
+    with pytest.raises(ConfigError, match=f"^model.{request.node.callspec.id}=.* is not supported in a Megatron"):
         transformer_options(model)
 
 
