@@ -201,8 +201,8 @@ def other_weights(layout: Layout, folder: Path) -> list[str]:
         ("foreign", gpt, {**state, "norm.bias": torch.ones(8)}, "norm.bias is missing in the Megatron model"),
         ("misshapen", gpt, misshapen, "decoder.final_layernorm.weight is (32,) in the Megatron model and (8,) in"),
         ("padded", gpt, with_vocabulary(state, 128), "import `with_vocabulary(state, 96)`"),
-        ("headless", headless, state, "pre_process=False leaves out"),
-        ("fewer", experts, fewer, "are 6 in the Megatron model and 5 in the state dict"),
+        ("headless", headless, state, "pre_process=False omits"),
+        ("fewer", experts, fewer, "is 6 in the Megatron model and 5 in the state dict"),
     ):
         try:
             import_weights(model, given)
