@@ -6,7 +6,7 @@ from typing import Any, Literal
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from dualres.ops import grouped  # noqa: F401  (it registers dualres::grouped_linear)
+from dualres.ops.grouped import OPERATORS
 
 Recompute = Literal["none", "selective", "full"]
 
@@ -17,7 +17,7 @@ PRODUCTS = [  # the operators that cost most to recompute for the memory they ta
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops.dualres.grouped_linear.default,
+    OPERATORS.grouped_linear.default,
 ]
 DROPOUT = {  # the position of the argument dropout_p in operators that have one
     product: [argument.name for argument in product._schema.arguments].index("dropout_p")

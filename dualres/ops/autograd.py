@@ -52,10 +52,10 @@ class Operator(ABC):
         self.numbers = [name for name, kind in self.takes.__annotations__.items() if "Tensor" not in TYPES[kind]]
         backward_schema = f"({self.gradients}, {_schema(self.saves)}) -> Tensor[]"
         self.recorded: Any = torch.library.custom_op(
-            f"dualres::{self.name}", self.run, mutates_args=(), schema=f"({_schema(self.takes)}) -> {self.returns}"
+            f"{dispatch.NAMESPACE}::{self.name}", self.run, mutates_args=(), schema=f"({_schema(self.takes)}) -> {self.returns}"
         )
         self.backward: Any = torch.library.custom_op(
-            f"dualres::{self.name}_backward", self.run_backward, mutates_args=(), schema=backward_schema
+            f"{dispatch.NAMESPACE}::{self.name}_backward", self.run_backward, mutates_args=(), schema=backward_schema
         )
         self.recorded.register_fake(self._empty_results)
         self.backward.register_fake(self._empty_gradients)

@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.nn.functional import grouped_mm
 
 from dualres.ops import checks
+from dualres.ops.dispatch import NAMESPACE
 
 
-@torch.library.custom_op("dualres::grouped_linear", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::grouped_linear", mutates_args=())
 def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """The first counts[0] rows times weight_0ᵀ, the next counts[1] times weight_1ᵀ, … (M,D), (E,F,D), (E,) -> (M,F)"""
     checks.grouped_linear("weight", rows, weight, counts)
@@ -30,7 +31,7 @@ def _(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     return rows.new_empty(rows.shape[0], weight.shape[1])
 
 
-@torch.library.custom_op("dualres::grouped_linear_weight_gradient", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::grouped_linear_weight_gradient", mutates_args=())
 def weight_gradient(gradient: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
     """For each group, its rows of the gradient, transposed, times its rows. (M,F), (M,D), (E,) -> (E,F,D)"""
     checks.grouped_linear("gradient", rows, gradient, counts)
@@ -63,6 +64,7 @@ def _backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tup
 
 
 grouped_linear.register_autograd(_backward, setup_context=_save)
+OPERATORS = getattr(torch.ops, NAMESPACE)
 
 
 @functools.cache
@@ -70,8 +72,8 @@ def register_flop_formulas() -> None:
     """Let PyTorch's `FlopCounterMode` count both operators; only models with experts do so, as it imports triton."""
     from torch.utils.flop_counter import register_flop_formula
 
-    register_flop_formula(torch.ops.dualres.grouped_linear)(_flops)
-    register_flop_formula(torch.ops.dualres.grouped_linear_weight_gradient)(_gradient_flops)
+    register_flop_formula(OPERATORS.grouped_linear)(_flops)
+    register_flop_formula(OPERATORS.grouped_linear_weight_gradient)(_gradient_flops)
 
 
 def _flops(rows: torch.Size, weight: torch.Size, counts: torch.Size, out_shape: torch.Size, **_: object) -> int:
