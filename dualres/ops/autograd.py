@@ -50,12 +50,12 @@ class Operator(ABC):
 
     def __init__(self) -> None:
         self.numbers = [name for name, kind in self.takes.__annotations__.items() if "Tensor" not in TYPES[kind]]
+        schema = f"({_schema(self.takes)}) -> {self.returns}"
         backward_schema = f"({self.gradients}, {_schema(self.saves)}) -> Tensor[]"
-        self.recorded: Any = torch.library.custom_op(
-            f"{dispatch.NAMESPACE}::{self.name}", self.run, mutates_args=(), schema=f"({_schema(self.takes)}) -> {self.returns}"
-        )
+        name = f"{dispatch.NAMESPACE}::{self.name}"
+        self.recorded: Any = torch.library.custom_op(name, self.run, mutates_args=(), schema=schema)
         self.backward: Any = torch.library.custom_op(
-            f"{dispatch.NAMESPACE}::{self.name}_backward", self.run_backward, mutates_args=(), schema=backward_schema
+            f"{name}_backward", self.run_backward, mutates_args=(), schema=backward_schema
         )
         self.recorded.register_fake(self._empty_results)
         self.backward.register_fake(self._empty_gradients)
