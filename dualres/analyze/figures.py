@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import matplotlib
+import yaml
 from matplotlib.figure import Figure, SubFigure
 
 from dualres.analyze import panels
@@ -15,20 +16,11 @@ from dualres.analyze.panels import Limits, Size
 from dualres.config.paper import GATE_RESCUE
 from dualres.util.atomic_files import write_bytes
 
+FOLDER = Path(__file__).parent
 FORMATS = ("svg", "png")
-STYLE: Any = {
-    "font.size": 8,
-    "axes.titlesize": 8,
-    "axes.labelsize": 8,
-    "xtick.labelsize": 7,
-    "ytick.labelsize": 7,
-    "legend.fontsize": 7,
-    "legend.frameon": False,
-    "figure.facecolor": "white",
-    "savefig.facecolor": "white",
-    "svg.hashsalt": "dualres",  # equal figures have equal bytes
-}
+STYLE: Any = matplotlib.rc_params_from_file(FOLDER / "figures.mplstyle", use_default_template=False)
 MAX_WIDTH = 14.0  # inches of a figure with several models; beyond it panels wrap
+Draw = Callable[[Figure | SubFigure, Analysis, Limits], None]
 
 
 class FigureKind(NamedTuple):
@@ -37,7 +29,7 @@ class FigureKind(NamedTuple):
     text: str  # what it shows, and what the paper reports
     needs: str  # the array it requires
     size: Callable[[Analysis], Size]
-    draw: Callable[[Figure | SubFigure, Analysis, Limits], None]
+    draw: Draw
 
 
 class Panel(NamedTuple):
@@ -56,66 +48,23 @@ class Section(NamedTuple):
     panels: tuple[Panel, ...]
 
 
-_PAPER_GATES = "; ".join(f"{row.name} {row.gap} and r = {row.correlation}" for row in GATE_RESCUE)
-KINDS = (
-    FigureKind(
-        "cka",
-        "Cross-stream linear CKA",
-        "How similarly two streams represent the analyzed tokens, after the MLP of each layer. Rows are layers of the "
-        "first stream, columns layers of the second; 1 means equal up to rotation and scale.",
-        "cka",
-        panels.cka_size,
-        panels.cka,
-    ),
-    FigureKind(
-        "rescue",
-        "KL rescue",
-        "R = 1 − KL(clean ‖ only this stream) / KL(clean ‖ no stream), with streams zeroed right after the MLP of each "
-        "layer. 1: this stream alone recovers the prediction; 0: it is no better than no stream. Colors are clipped at "
-        "−1.",
-        "rescue",
-        panels.rescue_size,
-        panels.rescue,
-    ),
-    FigureKind(
-        "gates",
-        "Write gates and rescue",
-        "One point per MLP: how much more the branch writes to stream 1 than to stream 0, against how much more stream "
-        "1 rescues, with the least-squares line. The paper's 0.5B models (mean absolute write gap, correlation): "
-        f"{_PAPER_GATES}.",
-        "write_gaps",
-        lambda analysis: (3.3, 2.7),
-        panels.gates,
-    ),
-    FigureKind(
-        "retrieval",
-        "Depth retrieval",
-        "Mean weight of every earlier state in what a branch reads. Rows are target layers, columns the states H_0 "
-        "(the embedding) … H_N, with the block's own live state shown as the state it becomes; blank cells cannot be "
-        "read. The bottom row is the output's read.",
-        "retrieval",
-        panels.retrieval_size,
-        panels.retrieval,
-    ),
-    FigureKind(
-        "health",
-        "RMS and divergence",
-        "RMS of the streams after each layer and of the states H_0 … H_N, and how much the depth weights of the two "
-        "streams differ (Jensen–Shannon divergence, at most ln 2 = 0.693 nats).",
-        "stream_rms",
-        lambda analysis: (7.2 if "divergence" in analysis.arrays else 4.9, 2.3),
-        panels.health,
-    ),
-    FigureKind(
-        "experts",
-        "Experts",
-        "Fraction of assignments that each expert receives, relative to uniform; auxiliary loss of the routers by "
-        "layer (1.0 is uniform) and during training, as a moving average.",
-        "expert_load",
-        lambda analysis: (8.0 if "router_curve" in analysis.arrays else 5.6, 2.5),
-        panels.experts,
-    ),
-)
+def _kinds() -> Iterator[FigureKind]:
+    """The kinds of figures.yaml, in its order."""
+    drawn: dict[str, tuple[Callable[[Analysis], Size], Draw]] = {
+        "cka": (panels.cka_size, panels.cka),
+        "rescue": (panels.rescue_size, panels.rescue),
+        "gates": (lambda analysis: (3.3, 2.7), panels.gates),
+        "retrieval": (panels.retrieval_size, panels.retrieval),
+        "health": (lambda analysis: (7.2 if "divergence" in analysis.arrays else 4.9, 2.3), panels.health),
+        "experts": (lambda analysis: (8.0 if "router_curve" in analysis.arrays else 5.6, 2.5), panels.experts),
+    }
+    paper = "; ".join(f"{row.name} {row.gap} and r = {row.correlation}" for row in GATE_RESCUE)
+    for name, declared in yaml.safe_load((FOLDER / "figures.yaml").read_text(encoding="utf-8")).items():
+        text = declared["text"].format(paper=paper)
+        yield FigureKind(name, declared["title"], text, declared["needs"], *drawn[name])
+
+
+KINDS = tuple(_kinds())
 
 
 def sections(analyses: Mapping[str, Analysis]) -> list[Section]:
