@@ -17,7 +17,7 @@ from torch import nn
 
 from dualres.config.loading import load_residual
 from dualres.config.schema import ConfigError, ModelConfig, ResidualConfig
-from dualres.hub import llama, model_card, model_folder, register, safetensors_files
+from dualres.hub import llama, model_card, model_folder, register
 from dualres.hub.open_model import open_model
 from dualres.model.decoder import Decoder, build_decoder, part_generator, reset_part
 from dualres.residual import registry
@@ -43,7 +43,7 @@ class Source(NamedTuple):
     folder: Path
     config: Any  # transformers'
     model: ModelConfig
-    tensors: dict[str, safetensors_files.Stored]  # by Llama's names
+    tensors: dict[str, model_folder.Stored]  # by Llama's names
 
 
 class Converted(NamedTuple):
@@ -131,7 +131,7 @@ def read_source(folder: Path) -> Source:
     return Source(folder, config, model, tensors)
 
 
-def _read_dualres(saved: model_folder.Saved) -> tuple[ModelConfig, dict[str, safetensors_files.Stored]]:
+def _read_dualres(saved: model_folder.Saved) -> tuple[ModelConfig, dict[str, model_folder.Stored]]:
     """Config and tensors of a dualres model, the tensors by Llama's names."""
     decoder = model_folder.empty_decoder(saved)
     model, method = decoder.config, decoder.residual_config.method
@@ -181,7 +181,7 @@ def load_decoder(
     decoder = build_decoder(model, pathway, device="meta")
     names = llama.tensor_names(decoder)
     shapes = {names[name]: tuple(p.shape) for name, p in decoder.named_parameters() if name in names}
-    safetensors_files.check(source.tensors, shapes, source.folder)
+    model_folder.check_tensors(source.tensors, shapes, source.folder)
     dtypes = {source.tensors[name].dtype for name in shapes}
     if dtypes - DTYPES.keys():
         raise ModelError(f"{source.folder} has {', '.join(sorted(dtypes))} weights: use float32, bfloat16 or float16")
@@ -192,7 +192,7 @@ def load_decoder(
             reset_part(part, name, model.init_std, seed)
             _init_gates(part, name, seed)
     parameters = {source.tensors[names[name]].name: p.data for name, p in decoder.named_parameters() if name in names}
-    for file in safetensors_files.files(source.folder):
+    for file in model_folder.weight_files(source.folder):
         show(f"reading {file.name}")
         for name, tensor in load_file(file).items():
             if name in parameters:

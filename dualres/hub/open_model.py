@@ -18,7 +18,7 @@ from dualres.config.schema import ConfigError
 from dualres.data import shards
 from dualres.data import tokenizer as our_tokenizers
 from dualres.data.tokenizer import Tokenizer, same_tokens
-from dualres.hub import model_folder, register, safetensors_files
+from dualres.hub import model_folder, register
 from dualres.model.decoder import Decoder, build_decoder
 from dualres.train import checkpoint as checkpoints
 from dualres.train import run_folder
@@ -170,7 +170,7 @@ class TrainedModel:
             files = [self.folder / model_folder.CONFIG, self.checkpoint / checkpoints.MANIFEST]
         else:
             others = [path for path in sorted(self.folder.iterdir()) if path.suffix in IDENTIFYING]
-            files = [*others, *safetensors_files.files(self.folder)]
+            files = [*others, *model_folder.weight_files(self.folder)]
         digest = hashlib.blake2b(str(self.dtype).encode(), digest_size=16)
         for path in files:
             with path.open("rb") as file:
@@ -223,7 +223,7 @@ def open_start(folder: Path, data: Path) -> TrainedModel:
     if run_folder.is_run(folder):
         raise ModelError(f"{folder} is a run: export it with `dualres export {folder} OUT`, and pass --from OUT")
     model = open_model(folder, device="meta")
-    if others := sorted({*folder.glob("*.safetensors")} - {*safetensors_files.files(folder)}):
+    if others := sorted({*folder.glob("*.safetensors")} - {*model_folder.weight_files(folder)}):
         raise ModelError(
             f"{others[0]} does not belong to the model in {folder}, but training would load it: move it elsewhere"
         )
