@@ -3,18 +3,16 @@
 import json
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from dualres.config import paper
 from dualres.evaluate import perplexity, zero_shot
 from dualres.evaluate.documents import PALOMA
 from dualres.evaluate.evaluation import EvaluationRequest, ModelResult
-from dualres.evaluate.tables import REFERENCE, ResultTable, is_paloma, same_tokenizer, tables
+from dualres.evaluate.tables import REFERENCE, TEMPLATES, ResultTable, is_paloma, same_tokenizer, tables
 from dualres.util.finite_json import nonfinite_to_null
 from dualres.util.templates import environment
 
-TEMPLATES = Path(__file__).parent / "templates"
 LATEX_DELIMITERS = {  # Jinja's own are LaTeX's braces
     **{"variable_start_string": "<<", "variable_end_string": ">>"},
     **{"block_start_string": "<%", "block_end_string": "%>"},

@@ -64,40 +64,37 @@ def make_page(folders: Sequence[Path], evaluation_folders: Sequence[Path], comma
         "analyses": "Analyses",
         "configs": "Configs and commands",
     }
-    page = (
-        _environment()
-        .get_template("page.html")
-        .render(
-            title=f"Residual pathways at {listed(scales)}",
-            scales=[_scale(scale, [group for group in groups if group.scale == scale]) for scale in scales],
-            machines=_machines([run for group in groups for run in group.finished]),
-            comparable=len({group.heading for group in groups}) < len(groups),
-            without_base=[heading for heading, each in by_heading.items() if not any(row.is_base for row in each)],
-            unfinished=[_progress(run) for group in groups for run in group.unfinished],
-            idle=[run.folder.name for run in runs if not run.training],
-            repeated=[run.folder for run in repeated],
-            sections=contents,
-            base=BASE,
-            comparison=by_heading,
-            losses=losses,
-            routers=routers,
-            paper_window=str(WINDOW),
-            evaluations=evaluations,
-            paper_tables=comparison.paper_tables(rows),
-            analyses=_analyses(groups),
-            groups=groups,
-            version=VERSION,
-            command=command,
-            chart_data=_embedded([charts.as_data(chart) for chart in (*losses, *routers)]),
-            style=Markup(STYLE),
-            script=Markup(SCRIPT),
-            script_hash=base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode(),
-        )
+    page = _environment().get_template("page.html")
+    text = page.render(
+        title=f"Residual pathways at {listed(scales)}",
+        scales=[_scale(scale, [group for group in groups if group.scale == scale]) for scale in scales],
+        machines=_machines([run for group in groups for run in group.finished]),
+        comparable=len({group.heading for group in groups}) < len(groups),
+        without_base=[heading for heading, each in by_heading.items() if not any(row.is_base for row in each)],
+        unfinished=[_progress(run) for group in groups for run in group.unfinished],
+        idle=[run.folder.name for run in runs if not run.training],
+        repeated=[run.folder for run in repeated],
+        sections=contents,
+        base=BASE,
+        comparison=by_heading,
+        losses=losses,
+        routers=routers,
+        paper_window=str(WINDOW),
+        evaluations=evaluations,
+        paper_tables=comparison.paper_tables(rows),
+        analyses=_analyses(groups),
+        groups=groups,
+        version=VERSION,
+        command=command,
+        chart_data=_embedded([charts.as_data(chart) for chart in (*losses, *routers)]),
+        style=Markup(STYLE),
+        script=Markup(SCRIPT),
+        script_hash=base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode(),
     )
-    return page.encode(errors="replace").decode()  # a folder's name may not be valid text
+    return text.encode(errors="replace").decode()  # a folder's name may not be valid text
 
 
-def _evaluation_tables(requested: Sequence[Path], runs: Sequence[Path]) -> list[str]:
+def _evaluation_tables(requested: Sequence[Path], runs: Sequence[Path]) -> list[Markup]:
     """The tables of the requested evaluations, and of those inside the folders of runs and suites."""
     for folder in requested:
         if not (folder / EVALUATION).is_file():

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 
-def environment(folder: Path, escape: Callable[[str], str], **delimiters: str) -> Environment:
+def environment(folder: Path, escape: Callable[[str], str], **delimiters: Any) -> Environment:
     """The templates of a folder. Every value is escaped, except what templates made; a missing value raises.
 
     `escape` receives text only: a template converts numbers itself. `delimiters`: options of `Environment`.
