@@ -21,7 +21,7 @@ from dualres.util.tables import table
 
 if TYPE_CHECKING:
     from dualres.report.comparison import ComparisonRow
-    from dualres.report.groups import Group
+    from dualres.report.runs import Group
     from dualres.report.suite import Suite
 
 RESULTS, TABLE, CURVES = "suite.json", "table.txt", ("curves.png", "curves.svg")
@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from dualres.report import charts, comparison
-    from dualres.report.groups import BASE
+    from dualres.report.runs import BASE
     from dualres.report.suite import check, check_start, finished_runs, group_by_rate, run_all
 
     say = Progress().say
@@ -116,7 +116,7 @@ def parse_suite(args: argparse.Namespace) -> "Suite":
 
 def _tables(args: argparse.Namespace, groups: "list[Group]", rows: "list[ComparisonRow]") -> list[str]:
     """The comparison, the learning rates of a sweep, and the paper's table for a preset."""
-    from dualres.report import comparison, paper_losses
+    from dualres.report import comparison
 
     texts = [comparison.as_text(rows)] if rows else []
     if args.learning_rates and rows:
@@ -125,7 +125,7 @@ def _tables(args: argparse.Namespace, groups: "list[Group]", rows: "list[Compari
     if args.scale in PRESETS:
         printed = PRESETS[args.scale]
         scales = {cell.scale: args.stand_in for cell in printed} if args.stand_in else {}
-        texts.append(paper_losses.as_text(printed, rows, scales))
+        texts.append(comparison.paper_as_text(printed, rows, scales))
     return texts
 
 

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import yaml
+
 from dualres.data.source import COMPRESSIONS, json_rows
 from dualres.util.errors import DataError
 
@@ -17,24 +19,8 @@ ENDINGS = (".jsonl", *(f".jsonl{compression}" for compression in COMPRESSIONS))
 SPLITS = ("train", "val", "validation", "dev", "test")  # Paloma has val and test
 MAX_SOURCES = 1000  # in one file, which is read once per source
 
-PALOMA = {  # Paloma's folders -> the paper's groups, in the order of its table
-    "4chan_meta_sep": "4chan",
-    "c4_100_domains": "C4 100 Domains",
-    "c4_en": "C4",
-    "dolma-v1_5": "Dolma v1.5",
-    "dolma_100_programing_languages": "100 Programming Langs.",
-    "dolma_100_subreddits": "100 Subreddits",
-    "falcon-refinedweb": "Falcon RefinedWeb",
-    "gab": "Gab",
-    "m2d2_s2orc_unsplit": "M2D2 S2ORC",
-    "m2d2_wikipedia_unsplit": "M2D2 Wikipedia",
-    "manosphere_meta_sep": "Manosphere",
-    "mc4": "mC4",
-    "ptb": "PTB",
-    "redpajama": "RedPajama",
-    "twitterAAE_HELM_fixed": "Twitter AAE",
-    "wikitext_103": "Wikitext-103",
-}
+# Paloma's folders -> the paper's groups, in the order of its table
+PALOMA: dict[str, str] = yaml.safe_load(Path(__file__).with_name("paloma.yaml").read_text("utf-8"))
 
 
 class DocumentSource(NamedTuple):

@@ -9,9 +9,15 @@ from dualres.config import paper
 from dualres.evaluate import perplexity, zero_shot
 from dualres.evaluate.documents import PALOMA
 from dualres.evaluate.evaluation import EvaluationRequest, ModelResult
-from dualres.evaluate.tables import REFERENCE, ResultTable, TableCell, is_paloma, same_tokenizer, tables
+from dualres.evaluate.tables import REFERENCE, TEMPLATES, ResultTable, is_paloma, same_tokenizer, tables
 from dualres.util.finite_json import nonfinite_to_null
+from dualres.util.templates import environment
 
+LATEX_DELIMITERS = {  # Jinja's own are LaTeX's braces
+    **{"variable_start_string": "<<", "variable_end_string": ">>"},
+    **{"block_start_string": "<%", "block_end_string": "%>"},
+    **{"comment_start_string": "<#", "comment_end_string": "#>"},
+}
 _LATEX = {
     **{letter: f"\\{letter}" for letter in "&%$#_{}"},
     "\\": "\\textbackslash{}",
@@ -34,38 +40,14 @@ def render(models: Sequence[ModelResult], request: EvaluationRequest, form: str)
 
 def markdown(table: ResultTable) -> str:
     """A Markdown table with a heading, and the notes as a list."""
-
-    def line(cells: Sequence[str]) -> str:
-        return f"| {' | '.join(cells)} |"
-
-    lines = [f"### {_escape_markdown(table.title)}", "", line([_escape_markdown(name) for name in table.header])]
-    lines.append(line(["---", *("---:" for _ in table.header[1:])]))
-    lines += [line([_markdown_cell(cell) for cell in row]) for row in table.rows]
-    if table.reference:
-        lines.append(line([f"*{REFERENCE}*", *("" for _ in table.header[1:])]))
-        lines += [line([_markdown_cell(cell) for cell in row]) for row in table.reference]
-    return "\n".join([*lines, "", *(f"- {_escape_markdown(note)}" for note in table.notes)])
+    template = environment(TEMPLATES, _escape_markdown).get_template("table.md")
+    return template.render(table=table, reference=REFERENCE)
 
 
 def latex(table: ResultTable) -> str:
     """A LaTeX table that uses `booktabs`, with the notes below it."""
-
-    def line(cells: Sequence[str]) -> str:
-        guard = "{}" if cells[0].startswith(("[", "*")) else ""  # otherwise the \\\\ before it takes an argument
-        return f"{guard}{' & '.join(cells)} \\\\"
-
-    lines = ["\\begin{table}[t]", "\\centering", "\\small", f"\\caption{{{_escape_latex(table.title)}}}"]
-    lines.append(f"\\label{{tab:{table.name}}}")
-    lines += [f"\\begin{{tabular}}{{l{'r' * (len(table.header) - 1)}}}", "\\toprule"]
-    lines += [line([_escape_latex(name) for name in table.header]), "\\midrule"]
-    lines += [line([_latex_cell(cell) for cell in row]) for row in table.rows]
-    if table.reference:
-        span = f"\\multicolumn{{{len(table.header)}}}{{l}}"
-        lines += ["\\midrule", f"{span}{{\\emph{{{_escape_latex(REFERENCE)}}}}} \\\\"]
-        lines += [line([_latex_cell(cell) for cell in row]) for row in table.reference]
-    lines += ["\\bottomrule", "\\end{tabular}", "\\par\\smallskip", "\\begin{minipage}{\\linewidth}\\footnotesize"]
-    lines += [_escape_latex(note) for note in table.notes]
-    return "\n".join([*lines, "\\end{minipage}", "\\end{table}"])
+    template = environment(TEMPLATES, _escape_latex, **LATEX_DELIMITERS).get_template("table.tex")
+    return template.render(table=table, reference=REFERENCE)
 
 
 def as_data(models: Sequence[ModelResult], request: EvaluationRequest) -> dict[str, Any]:
@@ -117,18 +99,6 @@ def _model_data(model: ModelResult, request: EvaluationRequest) -> dict[str, Any
 def _table_data(table: ResultTable) -> dict[str, Any]:
     rows, reference = ([[cell._asdict() for cell in row] for row in rows] for rows in (table.rows, table.reference))
     return {**table._asdict(), "rows": rows, "reference": reference}
-
-
-def _markdown_cell(cell: TableCell) -> str:
-    text = _escape_markdown(cell.text)
-    text = f"**{text}**" if cell.bold else text
-    return f"{text} ± {cell.error}" if cell.error else text
-
-
-def _latex_cell(cell: TableCell) -> str:
-    text = _escape_latex(cell.text)
-    text = f"\\textbf{{{text}}}" if cell.bold else text
-    return f"{text} {{\\scriptsize$\\pm$ {cell.error}}}" if cell.error else text
 
 
 def _escape_markdown(text: str) -> str:

@@ -1,9 +1,10 @@
 """The paper's three evaluation tables with our models: language-model fit, perplexity by source, zero-shot accuracy.
 
-The notes of a table tell how its numbers were measured, and what they cannot be compared with.
+The notes of a table tell how its numbers were measured, and what they cannot be compared with: `templates/*_notes.txt`.
 """
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from dualres.config import paper
@@ -12,26 +13,12 @@ from dualres.evaluate.evaluation import EvaluationRequest, ModelResult
 from dualres.evaluate.perplexity import MEASURES, macro, pooled
 from dualres.evaluate.tasks import TASKS
 from dualres.evaluate.zero_shot import Accuracy, average, harness_version
+from dualres.util.templates import environment
 
 EMPTY = "—"
 REFERENCE = "the paper's 1B, not reproduced here"
-
-BEST = "Bold: the best of our models, by the printed digits; the paper's rows are not considered."
-FIRST_TOKEN = {
-    "scored": "every token scored, the first of a document given the token that starts or separates documents",
-    "skipped": "the first token of each window skipped",
-}
-OTHER_TOKENIZERS = (
-    "The models have different tokenizers: per-token loss and perplexity are not comparable and not bold. Compare per "
-    "byte."
-)
-PAPER_TOKENS = (
-    "The paper does not name its tokenizer, on which its per-token numbers depend: compare them with caution."
-)
-PAPER_POOL = (
-    "The paper's pooled token PPL is below that of each of its sixteen sources, which its equation cannot produce: do "
-    "not compare ours with it."
-)
+TEMPLATES = Path(__file__).parent / "templates"
+NOTES = environment(TEMPLATES, escape=str)
 
 
 class TableCell(NamedTuple):
@@ -81,6 +68,7 @@ def fit(models: Sequence[ModelResult], request: EvaluationRequest) -> ResultTabl
     """Validation loss; perplexity per token and byte and bits per byte, pooled over sources and as their mean."""
     per_token = min if same_tokenizer(models) else None
     per_byte = min if comparable_per_byte(models, request) else None
+    tokens = [model.validation and f"{model.validation.tokens:,} tokens" for model in models]
     columns: Columns = {}
     if request.validation is not None:
         losses = [None if model.validation is None else model.validation.loss for model in models]
@@ -98,28 +86,8 @@ def fit(models: Sequence[ModelResult], request: EvaluationRequest) -> ResultTabl
         ("Model", *columns),
         _model_rows(models, columns),
         _paper_rows(paper.FIT, paper.FIT_COLUMNS, columns),
-        _fit_notes(models, request),
+        _notes("fit", models, request, validation_tokens=_by_model(models, tokens)),
     )
-
-
-def _fit_notes(models: Sequence[ModelResult], request: EvaluationRequest) -> tuple[str, ...]:
-    notes = []
-    if request.validation is not None:
-        tokens = _by_model(models, [m.validation and f"{m.validation.tokens:,} tokens" for m in models])
-        notes.append(
-            f"Val. loss: nats per token on {tokens} of {request.validation.name}, in windows of {_contexts(models)}, "
-            "packed as in training; the paper's is on FineWeb-Edu."
-        )
-    if request.sources:
-        notes.append(_perplexity_note(models, request))
-        notes.append("Pooled: over all tokens or bytes of all sources. Macro: the unweighted mean over sources.")
-        notes.append(f"The paper's PPL and BPB are on Paloma. {PAPER_POOL}")
-    if not comparable_per_byte(models, request):
-        notes.append(
-            "Skipped tokens are not predicted but their bytes count: with different windows or tokenizers, per-byte "
-            "numbers are not comparable and none is bold."
-        )
-    return (*notes, PAPER_TOKENS, *_closing_notes(models))
 
 
 def by_source(models: Sequence[ModelResult], request: EvaluationRequest) -> ResultTable:
@@ -134,20 +102,13 @@ def by_source(models: Sequence[ModelResult], request: EvaluationRequest) -> Resu
         theirs = printed[PALOMA[name]] if name in PALOMA else [EMPTY for _ in methods]
         ours = _cells(values, 2, min if same_tokenizer(models) else None)
         rows.append((TableCell(PALOMA.get(name, name)), *ours, *(TableCell(text) for text in theirs)))
-    notes = [_perplexity_note(models, request)]
-    if known:
-        notes.append(f"The paper's columns are its 1B models on Paloma, not reproduced here. {PAPER_TOKENS}")
-    if known and not is_paloma(request):
-        notes.append(
-            f"By name, {len(known)} of Paloma's sixteen sources are here; their documents may differ from Paloma's."
-        )
     return ResultTable(
         "sources",
         f"Token perplexity by source: {_describe_sources(request)}",
         ("Source", *(model.name for model in models), *methods),
         tuple(rows),
         (),
-        (*notes, *_closing_notes(models), "report.json has all measures per source."),
+        _notes("sources", models, request, known=known),
     )
 
 
@@ -173,44 +134,38 @@ def zero_shot(models: Sequence[ModelResult], request: EvaluationRequest) -> Resu
 
 def _zero_shot_notes(models: Sequence[ModelResult], request: EvaluationRequest) -> tuple[str, ...]:
     scores = [score for model in models for score in model.tasks]
-    titles = {m: [d.task.title for d in request.tasks if d.task.metric == m] for m in ("acc_norm", "acc")}
-    metrics = "; ".join(f"{metric} of {', '.join(names)}" for metric, names in titles.items() if names)
-    harness = ", ".join(dict.fromkeys(score.harness for score in scores)) or harness_version()
-    notes = [
-        f"lm-evaluation-harness {harness}, default task formulations, zero-shot, context of at most "
-        f"{_contexts(models)}: {metrics}; ± standard error over documents."
-    ]
-    if request.limit:
-        notes.append(f"Only the first {request.limit:,} documents of each task: a trial run, not a result.")
     places: dict[str, list[str]] = {}
+    truncated = []
     counts = {score.task: f" {score.documents:,}" for score in scores}
     for d in request.tasks:
         text = f"{d.task.title}{counts.get(d.task.name, '')}" + (f" ({d.note})" if d.note else "")
         places.setdefault(f"{d.split} of {d.origin}", []).append(text)
-    notes.append("Documents: " + "; ".join(f"{place}: {', '.join(texts)}" for place, texts in places.items()) + ".")
-    if others := [d.task for d in request.tasks if d.split != d.task.split]:
-        splits = " or ".join(sorted({task.split for task in others}))
-        notes.append(
-            f"The harness's default split of {', '.join(task.title for task in others)} is {splits}, which was not "
-            "available: these numbers are on another split and cannot be compared with the paper's."
-        )
-    if "social_iqa" in {d.task.name for d in request.tasks}:
-        notes.append(
-            "The harness reports only acc for SocialIQA (last column); acc_norm is added, and is in the average."
-        )
-    truncated = []
-    for d in request.tasks:
         cuts = [next((f"{s.cut:,}" for s in model.tasks if s.task == d.task.name), None) for model in models]
         if {*cuts} - {None, "0"}:
             truncated.append(f"{d.task.title} {_by_model(models, cuts)}")
-    if truncated:
-        notes.append(f"Answers whose prompt was truncated to fit into the context: {'; '.join(truncated)}.")
-    return (*notes, f"Higher is better; Avg. is the unweighted mean over tasks. {BEST}")
+    return _notes(
+        "zero_shot",
+        models,
+        request,
+        harness=", ".join(dict.fromkeys(score.harness for score in scores)) or harness_version(),
+        metrics={m: [d.task.title for d in request.tasks if d.task.metric == m] for m in ("acc_norm", "acc")},
+        places=places,
+        other_split=[d.task for d in request.tasks if d.split != d.task.split],
+        truncated=truncated,
+    )
 
 
-def _closing_notes(models: Sequence[ModelResult]) -> list[str]:
-    lower = f"Lower is better. {BEST}"
-    return [lower] if same_tokenizer(models) else [lower, OTHER_TOKENIZERS]
+def _notes(table: str, models: Sequence[ModelResult], request: EvaluationRequest, **facts: Any) -> tuple[str, ...]:
+    """The lines of the table's template."""
+    text = NOTES.get_template(f"{table}_notes.txt").render(
+        request=request,
+        contexts=_by_model(models, [f"{model.context:,} tokens" for model in models]),
+        is_paloma=is_paloma(request),
+        same_tokenizer=same_tokenizer(models),
+        comparable_per_byte=comparable_per_byte(models, request),
+        **facts,
+    )
+    return tuple(text.strip("\n").split("\n"))
 
 
 def _describe_sources(request: EvaluationRequest) -> str:
@@ -219,18 +174,6 @@ def _describe_sources(request: EvaluationRequest) -> str:
         return f"Paloma, its sixteen sources as in {request.documents}"
     count = len(request.sources)
     return f"{count} {'source' if count == 1 else 'sources'} of {request.documents}, which are not Paloma"
-
-
-def _perplexity_note(models: Sequence[ModelResult], request: EvaluationRequest) -> str:
-    documents, size = (sum(getattr(source, name) for source in request.sources) for name in ("documents", "bytes"))
-    return (
-        f"Perplexity: {documents:,} documents of {size:,} bytes, each scored on its own in windows of "
-        f"{_contexts(models)}, {FIRST_TOKEN[request.first_token]}."
-    )
-
-
-def _contexts(models: Sequence[ModelResult]) -> str:
-    return _by_model(models, [f"{model.context:,} tokens" for model in models])
 
 
 def _by_model(models: Sequence[ModelResult], texts: Sequence[str | None]) -> str:

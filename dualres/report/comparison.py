@@ -1,18 +1,19 @@
-"""The comparison: one row per method over its seeds, against `standard`, as text, JSON and HTML."""
+"""The comparison: one row per method over its seeds, against `standard` and next to the paper's published losses."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from dualres.config.loading import load_config
+from dualres.config.paper import KV_ABLATION, SIZE_SWEEP, PrintedLoss
 from dualres.config.schema import Config
 from dualres.model.accounting import Parameters, parameters
 from dualres.model.decoder import build_decoder
-from dualres.report.groups import BASE, Group
-from dualres.report.html import MINUS, NOTHING, Markup, code, join, signed, tag, two_lines
-from dualres.report.html import table as html_table
+from dualres.report.runs import BASE, Group
 from dualres.report.statistics import Interval, estimate, paired_difference
 from dualres.util.tables import table
 
 HARDWARE = "engine", "processes", "device", "threads"  # keys of a summary; speeds are compared only if they are equal
+SAME_COLUMN = {"0.5b-vproj": "0.5b"}  # VProj with a narrower feed-forward; the paper lists it under 0.5B
 
 
 class ComparisonRow(NamedTuple):
@@ -27,6 +28,24 @@ class ComparisonRow(NamedTuple):
     memory_ratio: float | None
     is_base: bool
     is_best: bool  # lowest loss among comparable groups, by the printed digits
+
+    @property
+    def parameters(self) -> Parameters:
+        return count_parameters(self.group.config)
+
+    @property
+    def some_seeds(self) -> str:
+        """A remark if the base lacks some of the seeds."""
+        paired = self.loss.seeds if self.difference is None else self.difference.seeds
+        return f"{paired} of the seeds" if paired < self.loss.seeds else ""
+
+
+class PaperTable(NamedTuple):
+    """A loss table of the paper with columns for our runs; a difference is empty for the first row, or if unknown."""
+
+    caption: str
+    header: list[str]
+    rows: list[tuple[str, str, list[tuple[str, str]]]]  # the paper's name, our residual, losses with differences
 
 
 def compare(groups: Sequence[Group]) -> list[ComparisonRow]:
@@ -64,8 +83,8 @@ def as_text(rows: Sequence[ComparisonRow]) -> str:
     lines = []
     for row in rows:
         difference = "" if row.is_base or row.difference is None else row.difference.text(sign="+")
-        if difference and (some := _some_seeds(row)):
-            difference += f" ({some})"
+        if difference and row.some_seeds:
+            difference += f" ({row.some_seeds})"
         ratios = ["" if ratio is None else f"{ratio:.2f}×" for ratio in (row.speed_ratio, row.memory_ratio)]
         names = [row.group.scale, row.group.residual, *([row.group.options] if swept else [])]
         lines.append([*names, row.loss.seeds, row.loss.text(), difference, *ratios])
@@ -97,17 +116,26 @@ def as_data(rows: Sequence[ComparisonRow]) -> list[dict[str, Any]]:
     ]
 
 
-def as_html(rows: Sequence[ComparisonRow]) -> Markup:
-    """A row group per scale, or per setting where a scale has several."""
-    groups: dict[str, list[list[str]]] = {}
-    for row in rows:
-        groups.setdefault(row.group.heading, []).append(_cells(row))
-    difference = join(f"{MINUS}\N{NO-BREAK SPACE}", code(BASE), ", paired by seed")
-    return html_table(
-        "Validation loss at the end of training, in nats per token; lower is better",
-        ["method", "seeds", "validation loss", difference, "tokens/s", "peak memory", "parameters"],
-        groups,
-    )
+def paper_as_text(printed: Sequence[PrintedLoss], rows: Sequence[ComparisonRow], scales: Mapping[str, str]) -> str:
+    """A loss table of the paper with ours where available; `scales` maps the paper's scales to ours.
+
+    Parameters are those of the model as configured, without the vocabulary.
+    """
+    ours = {(row.group.scale, row.group.residual): row.loss for row in rows}
+    lines = []
+    for cell in printed:
+        scale = scales.get(cell.scale, cell.scale)
+        loss = ours.get((scale, cell.residual))
+        count = count_parameters(load_config(scale, cell.residual))
+        size = count.total - count.vocabulary
+        lines.append([cell.name, cell.scale, size, cell.loss, scale, "not run" if loss is None else loss.text()])
+    return table(["method", "scale", "parameters", "paper's loss", "run at", "our validation loss"], lines)
+
+
+def paper_tables(rows: Sequence[ComparisonRow]) -> list[PaperTable]:
+    """The paper's two loss tables, each only if one of its methods was run here."""
+    tables = [_side_by_side("size sweep", SIZE_SWEEP, rows), _side_by_side("key–value ablation", KV_ABLATION, rows)]
+    return [each for each in tables if each is not None]
 
 
 def _row(group: Group, comparable: Sequence[Group]) -> ComparisonRow:
@@ -138,27 +166,36 @@ def _ratio(group: Group, base: Group, key: str) -> float | None:
     return None if len(used) > 1 or ours is None or theirs is None else ours / theirs
 
 
-def _cells(row: ComparisonRow) -> list[str]:
-    count, loss, difference = count_parameters(row.group.config), row.loss.text(), NOTHING
-    if row.difference is not None:
-        difference = two_lines(signed(row.difference), _some_seeds(row))
-    memory = None if row.memory is None else f"{row.memory / 2**20:,.0f} MiB"
-    return [
-        two_lines(code(row.group.residual), row.group.options),
-        str(row.loss.seeds),
-        tag("b", loss) if row.is_best else loss,
-        "" if row.is_base else difference,
-        _with_ratio(None if row.speed is None else f"{row.speed:,.0f}", None if row.is_base else row.speed_ratio),
-        _with_ratio(memory, None if row.is_base else row.memory_ratio),
-        two_lines(f"{count.total:,}", "" if count.active == count.total else f"{count.active:,} active"),
-    ]
+def _side_by_side(name: str, printed: Sequence[PrintedLoss], compared: Sequence[ComparisonRow]) -> PaperTable | None:
+    """A row per method of the paper; every loss with its difference from the first row's."""
+    titles = {cell.residual: cell.name for cell in printed}
+    base = next(iter(titles))
+    theirs = {(cell.residual, SAME_COLUMN.get(cell.scale, cell.scale)): cell.loss for cell in printed}
+    ours = {
+        (row.group.residual, row.group.heading): row
+        for row in compared
+        if row.group.residual in titles and row.group.is_shipped
+    }
+    if not ours:
+        return None
+    scales, headings = (list(dict.fromkeys(column for _, column in losses)) for losses in (theirs, ours))
+    rows = []
+    for residual, title in titles.items():
+        cells = [_printed(theirs[residual, scale], theirs[base, scale]) for scale in scales]
+        cells += [_measured(ours.get((residual, heading)), ours.get((base, heading))) for heading in headings]
+        rows.append((title, residual, cells))
+    header = ["method", *(f"the paper, {scale}" for scale in scales), *(f"here, {heading}" for heading in headings)]
+    caption = f"The paper's {name} and ours: validation loss, with the difference from {titles[base]} below it"
+    return PaperTable(caption, header, rows)
 
 
-def _some_seeds(row: ComparisonRow) -> str:
-    """A remark if the base lacks some of the seeds."""
-    paired = row.loss.seeds if row.difference is None else row.difference.seeds
-    return f"{paired} of the seeds" if paired < row.loss.seeds else ""
+def _printed(loss: str, base: str) -> tuple[str, str]:
+    difference = float(loss) - float(base)
+    return loss, f"{difference:+.3f}" if difference else ""
 
 
-def _with_ratio(text: str | None, ratio: float | None) -> str:
-    return NOTHING if text is None else two_lines(text, "" if ratio is None else f"{ratio:.2f}×")
+def _measured(row: ComparisonRow | None, base: ComparisonRow | None) -> tuple[str, str]:
+    if row is None:
+        return "not run", ""
+    difference = None if base is None or base is row else paired_difference(row.group.losses, base.group.losses)
+    return row.loss.text(), "" if difference is None else difference.text(sign="+")

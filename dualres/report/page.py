@@ -1,27 +1,43 @@
-"""The page: one self-contained HTML file that loads nothing from the network."""
+"""The page: one self-contained HTML file that loads nothing from the network, from `templates/`."""
 
 import base64
+import functools
 import hashlib
+import html
+import json
 import re
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, TemplateError
+from markupsafe import Markup
 
 from dualres.analyze.analysis import FOLDER, Analysis, read_analysis
-from dualres.analyze.figures import Panel, Section, sections
+from dualres.analyze.figures import sections
 from dualres.config.schema import ConfigError
-from dualres.report import charts, comparison, evaluations, paper_losses, summary
+from dualres.config.validation import choices
+from dualres.evaluate.tables import REFERENCE
+from dualres.report import charts, comparison
 from dualres.report.charts import Chart
-from dualres.report.groups import Group, group_runs
-from dualres.report.html import Markup, code, embedded, fill, join, notes, read_template, svg_image, tag
 from dualres.report.reproduce import as_yaml, command
-from dualres.report.runs import find_runs
+from dualres.report.runs import BASE, Group, Run, find_runs, group_runs
 from dualres.util.curves import COLORS, WINDOW
+from dualres.util.progress import plural
+from dualres.util.templates import environment
 from dualres.util.version import VERSION
 
+TEMPLATES = Path(__file__).parent / "templates"
 HALF_PAGE = 576.0  # points: wider figures are not legible at half the page's width
+DEVICES = {"cpu": "a CPU", "cuda": "a GPU"}
+EVALUATION, EVALUATIONS = "report.json", "evaluations"  # of `dualres evaluate`, and the folder that is searched for it
+RERUN = "rerun the same dualres evaluate command; it reuses existing results."
 _PALETTE = " ".join(f"--c{number}: {color.lower()};" for number, color in enumerate(COLORS))
-STYLE = f":root {{ {_PALETTE} }}\n{read_template('page.css')}"
-SCRIPT = read_template("chart.js") + read_template("page.js")
+STYLE = f":root {{ {_PALETTE} }}\n{(TEMPLATES / 'page.css').read_text(encoding='utf-8')}"
+SCRIPT = "".join((TEMPLATES / name).read_text(encoding="utf-8") for name in ("chart.js", "page.js"))
+
+listed = functools.partial(choices, conjunction="and")
 
 
 def make_page(folders: Sequence[Path], evaluation_folders: Sequence[Path], command: str) -> str:
@@ -30,117 +46,146 @@ def make_page(folders: Sequence[Path], evaluation_folders: Sequence[Path], comma
     groups, repeated = group_runs([run for run in runs if run.training])
     if not groups:
         raise ConfigError(
-            f"no run in {summary.listed(folders)} has taken a step yet: pass one that has, or try again in a moment"
+            f"no run in {listed(folders)} has taken a step yet: pass one that has, or try again in a moment"
         )
     rows = comparison.compare(groups)
+    by_heading: dict[str, list[comparison.ComparisonRow]] = {}
+    for row in rows:
+        by_heading.setdefault(row.group.heading, []).append(row)
     losses, routers = charts.loss_charts(groups), charts.router_charts(groups)
-    parts = [  # anchor, title, content; empty sections are omitted
-        ("comparison", "Comparison", _comparison(rows)),
-        ("curves", "Loss curves", _charts("curves", losses)),
-        ("routers", "Router balance", _charts("routers", routers) if routers else Markup()),
-        ("evaluation", "Perplexity and zero-shot", evaluations.as_html(evaluation_folders, folders)),
-        ("paper", "Comparison with the paper", _paper(rows)),
-        ("analyses", "Analyses", _analyses(groups)),
-        ("configs", "Configs and commands", join(*(_config(group) for group in groups))),
-    ]
-    page = fill(
-        "page",
-        title=summary.title(groups),
-        lead=summary.lead(groups),
-        notes=notes(summary.caveats(groups, rows, repeated, [run for run in runs if not run.training])),
-        contents=join(*(tag("li", tag("a", title, href=f"#{name}")) for name, title, body in parts if body)),
-        sections=join(*(tag("section", tag("h2", title, id=name), body) for name, title, body in parts if body)),
+    evaluations = _evaluation_tables(evaluation_folders, folders)
+    scales = dict.fromkeys(group.scale for group in groups)
+    contents = {  # anchor, and name of the section's template -> heading
+        "comparison": "Comparison",
+        "curves": "Loss curves",
+        **({"routers": "Router balance"} if routers else {}),
+        **({"evaluation": "Perplexity and zero-shot"} if any(evaluations) else {}),
+        "paper": "Comparison with the paper",
+        "analyses": "Analyses",
+        "configs": "Configs and commands",
+    }
+    page = _environment().get_template("page.html")
+    text = page.render(
+        title=f"Residual pathways at {listed(scales)}",
+        scales=[_scale(scale, [group for group in groups if group.scale == scale]) for scale in scales],
+        machines=_machines([run for group in groups for run in group.finished]),
+        comparable=len({group.heading for group in groups}) < len(groups),
+        without_base=[heading for heading, each in by_heading.items() if not any(row.is_base for row in each)],
+        unfinished=[_progress(run) for group in groups for run in group.unfinished],
+        idle=[run.folder.name for run in runs if not run.training],
+        repeated=[run.folder for run in repeated],
+        sections=contents,
+        base=BASE,
+        comparison=by_heading,
+        losses=losses,
+        routers=routers,
+        paper_window=str(WINDOW),
+        evaluations=evaluations,
+        paper_tables=comparison.paper_tables(rows),
+        analyses=_analyses(groups),
+        groups=groups,
         version=VERSION,
         command=command,
-        data=embedded([charts.as_data(chart) for chart in (*losses, *routers)], "charts"),
+        chart_data=_embedded([charts.as_data(chart) for chart in (*losses, *routers)]),
         style=Markup(STYLE),
         script=Markup(SCRIPT),
         script_hash=base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode(),
     )
-    return page.encode(errors="replace").decode()  # a folder's name may not be valid text
+    return text.encode(errors="replace").decode()  # a folder's name may not be valid text
 
 
-def _comparison(rows: Sequence[comparison.ComparisonRow]) -> Markup:
-    if not rows:
-        return tag("p", "No run is finished yet; the curves show progress so far.", class_="notice")
-    return fill("comparison", table=comparison.as_html(rows))
+def _evaluation_tables(requested: Sequence[Path], runs: Sequence[Path]) -> list[Markup]:
+    """The tables of the requested evaluations, and of those inside the folders of runs and suites."""
+    for folder in requested:
+        if not (folder / EVALUATION).is_file():
+            raise ConfigError(f"--evaluation {folder} has no {EVALUATION}: pass the --out folder of `dualres evaluate`")
+    folders = [*requested, *(path / EVALUATIONS for path in runs if (path / EVALUATIONS / EVALUATION).is_file())]
+    template, tables = _environment().get_template("tables.html"), []
+    for file in {(folder / EVALUATION).resolve(): folder / EVALUATION for folder in folders}.values():
+        try:
+            data = json.loads(file.read_text(encoding="utf-8"))
+            tables.append(Markup(template.render(data=data, file=str(file), reference=REFERENCE, again=RERUN)))
+        except (ValueError, TypeError, KeyError, AttributeError, TemplateError) as error:
+            raise ConfigError(f"{file} cannot be read ({error!r}): {RERUN}") from None
+    return tables
 
 
-def _charts(template: str, panels: Sequence[Chart]) -> Markup:
-    windows = summary.listed(dict.fromkeys(f"{chart.window} steps at {chart.title}" for chart in panels))
-    figures = []
-    for chart in panels:
-        title = f"{chart.title}: {chart.unit}"
-        figures.append(fill("chart", name=chart.name, title=title, static=svg_image(charts.as_svg(chart), title)))
-    return fill(template, windows=windows, paper=str(WINDOW), figures=join(*figures))
+@functools.cache
+def _environment() -> Environment:
+    templates = environment(TEMPLATES, html.escape)
+    templates.filters |= {
+        "base64": lambda text: base64.b64encode(text.encode()).decode(),
+        "command": _command,
+        "listed": listed,
+        "svg": charts.as_svg,
+        "windows": _windows,
+        "yaml": as_yaml,
+    }
+    templates.tests["wide"] = _is_wide
+    return templates
 
 
-def _paper(rows: Sequence[comparison.ComparisonRow]) -> Markup:
-    tables = paper_losses.as_html(rows)
-    if not tables:
-        return tag("p", "None of these runs has a counterpart in the paper's loss tables.")
-    return fill("paper", tables=join(*tables))
+def _scale(scale: str, groups: Sequence[Group]) -> str:
+    """The methods of a scale, with tokens, data and seeds."""
+    tokens = listed(f"{count:,}" for count in sorted({group.config.train.tokens for group in groups}))
+    data = listed(dict.fromkeys(group.settings["data"] for group in groups))
+    seeds = sorted({run.seed for group in groups for run in group.runs})
+    return f"{len(groups)} at {scale} ({tokens} tokens of {data}, seed{'s' if len(seeds) > 1 else ''} {listed(seeds)})"
 
 
-def _analyses(groups: Sequence[Group]) -> Markup:
+def _progress(run: Run) -> str:
+    return f"{run.folder.name} ({run.training[-1][0]:,} of {run.config.train.tokens:,} tokens)"
+
+
+def _machines(runs: Sequence[Run]) -> str:
+    """The devices of the finished runs; a summary has no more about the machine."""
+    summaries = [run.summary for run in runs if run.summary is not None]
+    if not summaries:
+        return "No run is finished, so the hardware is not known yet."
+    kinds = Counter((s.get("device", "unknown"), s.get("processes", 1), s.get("threads")) for s in summaries)
+    texts = []
+    for (device, processes, threads), count in kinds.items():
+        parts = [DEVICES.get(device, device), *([f"{processes:,} processes"] if processes > 1 else [])]
+        parts += [plural(threads, "thread")] if threads and device == "cpu" else []
+        texts.append(f"{plural(count, 'run')} on {', '.join(parts)}")
+    gpu = "" if any(device == "cuda" for device, _, _ in kinds) else " No run used a GPU."
+    return f"Measured: {listed(texts)}.{gpu}"
+
+
+def _windows(panels: Sequence[Chart]) -> str:
+    """The windows of the charts' moving averages."""
+    return listed(dict.fromkeys(f"{chart.window} steps at {chart.title}" for chart in panels))
+
+
+def _analyses(groups: Sequence[Group]) -> dict[str, Any]:
     """The figures of `dualres analyze` side by side, with the first analyzed seed of each method."""
     several = len({group.scale for group in groups}) > 1
     analyses: dict[str, Analysis] = {}
-    used = []
+    shown = []
     for group in groups:
         name = f"{group.scale} {group.method}" if several else group.method
         for run in group.runs:
             if (analysis := read_analysis(run.folder / FOLDER)) is not None:
                 analyses[name] = analysis
-                used.append(f"{name} (seed {run.seed}, {run.folder.name})")
+                shown.append(f"{name} (seed {run.seed}, {run.folder.name})")
                 break
-    if not analyses:
-        return tag("p", "No run has been analyzed: run ", code("dualres analyze RUN…"), ", then recreate this page.")
     protocols = list(dict.fromkeys(analysis.protocol() for analysis in analyses.values()))
-    how = f"Protocol: {protocols[0]}."
-    if len(protocols) > 1:
-        how = f"Protocols differ, so compare with care: {'; or '.join(protocols)}."
-    runs = f"Each method is shown by one run, its first analyzed seed: {summary.listed(used)}."
-    return join(tag("p", runs), tag("p", how), *(analysis_section(section) for section in sections(analyses)))
+    return {"shown": shown, "protocols": protocols, "sections": sections(analyses) if analyses else []}
 
 
-def analysis_section(section: Section) -> Markup:
-    return join(
-        tag("h3", section.title, id=f"analysis-{section.name}"),
-        tag("p", section.text),
-        tag("div", *(_figure(section.title, panel) for panel in section.panels), class_="panels"),
-    )
+def _is_wide(svg: str) -> bool:
+    size = re.search(r'<svg[^>]* width="([\d.]+)pt"', svg)
+    return size is not None and float(size[1]) > HALF_PAGE
 
 
-def _figure(title: str, panel: Panel) -> Markup:
-    size = re.search(r'<svg[^>]* width="([\d.]+)pt"', panel.svg)
-    wide = {"class_": "wide"} if size is not None and float(size[1]) > HALF_PAGE else {}
-    return tag("figure", svg_image(panel.svg, f"{title}, {panel.method}"), tag("figcaption", panel.method), **wide)
-
-
-def _config(group: Group) -> Markup:
-    seeds = ", ".join(str(run.seed) for run in group.runs)
-    return fill(
-        "config",
-        method=group.method,
-        scale=group.scale,
-        seeds=f"{'seed' if len(group.runs) == 1 else 'seeds'} {seeds}",
-        made_by=_reproduce(group),
-        seed=str(group.runs[0].seed),
-        yaml=as_yaml(group.config),
-    )
-
-
-def _reproduce(group: Group) -> Markup:
+def _command(group: Group) -> str:
+    """The command that reproduces the first seed of a group with an origin."""
     first = group.runs[0]
-    if first.start is not None:
-        return tag("p", "Training started from the weights of ", code(first.start), " (--from): no command is shown.")
-    if group.origin is None:
-        return tag("p", "This config was not built from shipped configs, so there is no command to show.")
-    processes = (first.summary or {}).get("processes", 1)
-    others = ", ".join(str(run.seed) for run in group.runs[1:])
-    more = f" Other seeds: train.seed={others}." if others else ""
-    return join(
-        tag("p", f"Command for seed {first.seed}, without --out.{more}"),
-        tag("pre", code(command(group.origin, str(first.data), processes))),
-    )
+    assert group.origin is not None
+    return command(group.origin, str(first.data), (first.summary or {}).get("processes", 1))
+
+
+def _embedded(data: Any) -> Markup:
+    """Data for the page's script. It contains no `<`, so nothing in it can end the element or start another."""
+    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return Markup(text.replace("<", "\\u003c"))

@@ -13,8 +13,7 @@ from dualres.config.loading import load_config, short_name
 from dualres.config.schema import Config, ConfigError
 from dualres.data.shards import read_index
 from dualres.model.decoder import build_decoder
-from dualres.report.groups import Group
-from dualres.report.runs import Run, read_run
+from dualres.report.runs import Group, Run, read_run
 from dualres.train.engines.build import engine_name
 from dualres.train.loop import check_batch, check_vocabulary
 from dualres.train.run_folder import SUMMARY, check_config, check_data, has_started

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from dualres.report.charts import MAX_POINTS, Chart, as_data, as_svg, loss_charts, router_charts
-from dualres.report.groups import group_runs
 from dualres.report.page import STYLE
-from dualres.report.runs import Curve, Run, find_runs
+from dualres.report.runs import Curve, Run, find_runs, group_runs
 from dualres.util.curves import COLORS, STYLES
 from tests.report.conftest import STEPS
 from tests.train.tiny import rows

@@ -13,9 +13,8 @@ from dualres.analyze.analysis import Analysis, write_analysis
 from dualres.analyze.figures import Panel, Section
 from dualres.cli import main
 from dualres.evaluate.tables import REFERENCE, tables
-from dualres.report.page import analysis_section
 from tests.evaluate.test_tables import everything
-from tests.report.reading import Element, evaluation, make, parsed, section
+from tests.report.reading import Element, evaluation, make, section
 
 
 def check_tables(page: Element) -> None:
@@ -135,9 +134,12 @@ def test_other_ways_of_looking_are_told(suite: Path, tmp_path: Path, monkeypatch
     assert "of 8 tokens" in text
 
 
-def test_a_wide_picture_has_a_line_of_its_own():
+def test_a_wide_picture_has_a_line_of_its_own(suite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     pictures = [Panel(name, f'<svg width="{width}pt" height="90pt"/>') for name, width in (("a", 300), ("b", 900.5))]
-    figures = parsed(analysis_section(Section("cka", "Alike", "", tuple(pictures)))).all("figure")
+    monkeypatch.setattr("dualres.report.page.sections", lambda _: [Section("cka", "Alike", "", tuple(pictures))])
+    run = Path(shutil.copytree(suite / "standard-seed0", tmp_path / "run"))
+    write_fake(run, "standard")
+    figures = section(make(tmp_path / "page.html", run), "analyses").all("figure")
     assert [figure.attributes.get("class") for figure in figures] == [None, "wide"]
 
 

@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from dualres.report.groups import Group, group_runs
-from dualres.report.runs import find_runs
+from dualres.report.runs import Group, find_runs, group_runs
 from tests.report.reading import copy_run, describe
 
 TINY = "2×32"

@@ -98,6 +98,14 @@ def test_without_standard_there_is_no_difference(suite: Path, tmp_path: Path):
     assert [row[3] for row in section(page, "comparison").all("table")[0].rows()[2:]] == ["—", "—"]
 
 
+def test_seeds_that_standard_lacks_are_told(suite: Path, tmp_path: Path):
+    page = make(tmp_path / "page.html", *(suite / f"{run}-seed0" for run in ("standard", "dar-block")), suite)
+    assert "of the seeds" not in section(page, "comparison").all("table")[0].text
+    runs = ("standard-seed0", "dar-block-seed0", "dar-block-seed1")
+    page = make(tmp_path / "page.html", *(suite / run for run in runs))
+    assert section(page, "comparison").all("table")[0].rows()[3][3].endswith(" 1 of the seeds")
+
+
 def test_only_equal_settings_are_held_against_each_other(suite: Path, tmp_path: Path):
     """A dar-block with another budget has no `standard` to be compared with, and is not the best of the others."""
     other = copy_run(suite / "dar-block-seed0", tmp_path / "other", train__tokens=6144)

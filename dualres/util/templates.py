@@ -1,0 +1,29 @@
+"""Text from Jinja2 templates that is escaped by construction: HTML, LaTeX, Markdown."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+
+def environment(folder: Path, escape: Callable[[str], str], **delimiters: Any) -> Environment:
+    """The templates of a folder. Every value is escaped, except what templates made; a missing value raises.
+
+    `escape` receives text only: a template converts numbers itself. `delimiters`: options of `Environment`.
+    """
+
+    def escaped(value: str) -> Markup:
+        return value if isinstance(value, Markup) else Markup(escape(value))
+
+    return Environment(
+        loader=FileSystemLoader(folder),
+        autoescape=True,  # what templates made is `Markup`
+        finalize=escaped,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        **delimiters,
+    )
