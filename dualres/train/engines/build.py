@@ -19,8 +19,7 @@ from dualres.parallel.experts import distribute_experts
 from dualres.parallel.gradients import dimensions
 from dualres.parallel.mesh import Groups, Mesh, chunk_sizes, make_groups, mesh_of
 from dualres.parallel.pipeline import PipelineChunk, drop_unused, make_chunks
-from dualres.parallel.tensor import shard_branches, shard_vocabulary
-from dualres.parallel.vocab_loss import vocabulary_loss
+from dualres.parallel.tensor import shard_branches, shard_vocabulary, vocabulary_loss
 from dualres.train.engines.base import Engine, TorchEngine
 from dualres.train.engines.deepspeed import DeepSpeedEngine
 from dualres.train.engines.fsdp import PipelineEngine, ShardedEngine
