@@ -3,7 +3,7 @@
 Between branches a rank has T/n of every sequence, residual stream and history state: pathways are token-wise and need
 no communication. A branch all-gathers its input once and reduce-scatters its output; an MoE branch routes its local
 tokens. A parameter is either sharded, with a complete gradient, or replicated, with a gradient still to be summed
-(`dualres.parallel.gradients`).
+(by `ShardedEngine` in `dualres.train.engines.fsdp`).
 
 The cross-entropy never materializes the full logits. Each rank sends two numbers per token: the log-partition of its
 range of the vocabulary and, if the target is in it, its logit.
