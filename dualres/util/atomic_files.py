@@ -1,4 +1,4 @@
-"""Atomic files: written under a temporary name, flushed to disk, then renamed."""
+"""Atomic files: written under a temporary name, flushed to disk, then renamed; and JSON without NaN and infinity."""
 
 import fcntl
 import json
