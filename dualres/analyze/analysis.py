@@ -24,8 +24,7 @@ from dualres.analyze.retrieval import DepthWeights
 from dualres.analyze.taps import stream_count, watching
 from dualres.config.schema import ConfigError
 from dualres.model.decoder import Decoder
-from dualres.util.atomic_files import write_bytes, write_json
-from dualres.util.finite_json import nonfinite_to_null
+from dualres.util.atomic_files import nonfinite_to_null, write_bytes, write_json
 from dualres.util.progress import Show, silent
 
 FOLDER, JSON, NPZ = "analysis", "analysis.json", "analysis.npz"

@@ -67,9 +67,6 @@ class PrepareState:
     train: list[Shard] = field(default_factory=list)
     validation: list[Shard] = field(default_factory=list)
 
-    def shards(self, split: Split) -> list[Shard]:
-        return self.train if split == "train" else self.validation
-
     def write(self, out: Path) -> None:
         write_json(out / PROGRESS, dataclasses.asdict(self))
 
@@ -218,7 +215,7 @@ def _write_chunk(
     for split, writer in writers.items():
         shard = writer.close()
         if shard is not None:
-            state.shards(split).append(shard)
+            getattr(state, split).append(shard)
     return place
 
 

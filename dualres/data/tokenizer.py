@@ -68,20 +68,16 @@ class Tokenizer:
 
 def same_tokens(first: tokenizers.Tokenizer, second: tokenizers.Tokenizer, end_of_text: int) -> bool:
     """Whether both tokenize a text and end it in the same way; added tokens and decoding may differ."""
-    fingerprints = {_tokens_fingerprint(backend, end_of_text) for backend in (first, second)}
-    return len(fingerprints) == 1 and None not in fingerprints
+    copies = [tokenizers.Tokenizer.from_str(json.dumps(tokens_description(backend))) for backend in (first, second)]
+    if any(copy.id_to_token(end_of_text) is None for copy in copies):
+        return False
+    return len({Tokenizer(copy, end_of_text).fingerprint for copy in copies}) == 1
 
 
 def tokens_description(backend: tokenizers.Tokenizer) -> dict[str, Any]:
     """The parts that determine the tokens of a text, without post-processing and decoding."""
     removed = dict.fromkeys(("post_processor", "decoder", "truncation", "padding"))
     return {**json.loads(backend.to_str()), **removed}
-
-
-def _tokens_fingerprint(backend: tokenizers.Tokenizer, end_of_text: int) -> str | None:
-    described = tokens_description(backend)
-    copy = tokenizers.Tokenizer.from_str(json.dumps(described))
-    return None if copy.id_to_token(end_of_text) is None else Tokenizer(copy, end_of_text).fingerprint
 
 
 def read_backend(path: Path) -> tokenizers.Tokenizer:

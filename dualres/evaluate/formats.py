@@ -10,7 +10,7 @@ from dualres.evaluate import perplexity, zero_shot
 from dualres.evaluate.documents import PALOMA
 from dualres.evaluate.evaluation import EvaluationRequest, ModelResult
 from dualres.evaluate.tables import REFERENCE, TEMPLATES, ResultTable, is_paloma, same_tokenizer, tables
-from dualres.util.finite_json import nonfinite_to_null
+from dualres.util.atomic_files import nonfinite_to_null
 from dualres.util.templates import environment
 
 LATEX_DELIMITERS = {  # Jinja's own are LaTeX's braces

@@ -8,6 +8,7 @@ as one.
 """
 # B batch  T tokens (of this rank's part of the sequence)  D width  J streams
 
+import itertools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
@@ -129,40 +130,28 @@ class Stage(PipelineStage):
 
     def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
         super()._setup_forward_recv_info(num_microbatches, has_backward)
-        for infos in self.args_recv_info.values():
-            _release(infos)
+        _release(*self.args_recv_info.values())
 
     def _setup_backward_recv_info(self, num_microbatches: int) -> None:
         super()._setup_backward_recv_info(num_microbatches)
-        for infos in self.grad_recv_info.values():
-            _release(infos)
+        _release(*self.grad_recv_info.values())
 
-    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        _allocate(self.args_recv_info[fwd_chunk_id], self.device)
-        return super().get_fwd_recv_ops(fwd_chunk_id)
-
-    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        if self.has_backward and not self.is_last:
-            _allocate(self.grad_recv_info[bwd_chunk_id], self.device)
-        return super().get_bwd_recv_ops(bwd_chunk_id)
+    def _get_recv_ops(self, recv_infos: tuple[_RecvInfo, ...]) -> list[dist.P2POp]:
+        """Allocate the buffers of a micro-batch first, for its states or its gradients."""
+        for info in recv_infos:
+            if not info.is_root_arg and info.tensor_meta is not None:
+                info.buffer = torch.empty(info.tensor_meta.shape, dtype=info.tensor_meta.dtype, device=self.device)
+        return super()._get_recv_ops(recv_infos)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Also release the receive buffers of this micro-batch."""
         ops = super().get_bwd_send_ops(bwd_chunk_id)
-        _release(self.args_recv_info[bwd_chunk_id])
-        if not self.is_last:
-            _release(self.grad_recv_info[bwd_chunk_id])
+        _release(self.args_recv_info[bwd_chunk_id], self.grad_recv_info[bwd_chunk_id])
         return ops
 
 
-def _allocate(infos: tuple[_RecvInfo, ...], device: torch.device) -> None:
-    for info in infos:
-        if not info.is_root_arg and info.tensor_meta is not None:
-            info.buffer = torch.empty(info.tensor_meta.shape, dtype=info.tensor_meta.dtype, device=device)
-
-
-def _release(infos: tuple[_RecvInfo, ...]) -> None:
-    for info in infos:
+def _release(*micro_batches: tuple[_RecvInfo, ...]) -> None:
+    for info in itertools.chain(*micro_batches):
         info.buffer = None
 
 

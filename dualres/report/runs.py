@@ -10,7 +10,7 @@ from dualres.config.schema import Config, ConfigError
 from dualres.report.reproduce import Origin, differing, origin, settings
 from dualres.residual.registry import explicit, resolve
 from dualres.train.metrics import METRICS, read_rows
-from dualres.train.run_folder import CONFIG, MAY_CHANGE, SUMMARY, is_run, read_config, read_description, read_summary
+from dualres.train.run_folder import CONFIG, may_change, SUMMARY, is_run, read_config, read_description, read_summary
 from dualres.util.errors import TrainError
 
 BASE = "standard"  # the method that the others are compared with
@@ -197,12 +197,10 @@ def _distinguished(group: Group, groups: Sequence[Group]) -> Group:
 
 
 def _settings(run: Run, data: Mapping[str, str]) -> dict[str, Any]:
-    # Routers balance each micro-batch, so its size affects what a sparse model learns.
-    free = MAY_CHANGE if run.config.model.moe is None else MAY_CHANGE - {"train.micro_batch"}
     # Spell out every option of the residual, so that a default equals its explicit value.
     residual = explicit(run.config.residual, 2 * run.config.model.layers)
     everything = settings(dataclasses.replace(run.config, residual=residual))
-    kept = {key: everything[key] for key in everything if key not in free and not key.startswith("train.parallel.")}
+    kept = {key: everything[key] for key in everything if not may_change(key, run.config)}
     return {**kept, "data": data[run.content], "start": run.start, "train.seed": None}
 
 

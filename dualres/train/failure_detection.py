@@ -29,7 +29,7 @@ from dualres.util.progress import say_as
 if TYPE_CHECKING:
     from dualres.train.process_group import World
 
-# Keys in the store. With thousands of ranks, each polls counters and only one looks up individual ranks.
+# Keys in the store. With thousands of ranks, each polls counters and only one lists the keys of individual ranks.
 FAILED, UNRESPONSIVE = "the first rank that failed, and why", "the ranks that did not respond"
 CALLED, RESPONSES, DECIDING = "a rank was terminated", "number of responses", "number of ranks that decide"
 LEAVING = "number of ranks that exit after a failure"
@@ -83,19 +83,10 @@ def _decide(store: Any, responses: Any, world: "World") -> list[int]:
     if store.add(DECIDING, 1) > 1:
         _wait(lambda: store.check([UNRESPONSIVE]), STOP_TIME, world)  # the first to decide may itself be dead
     if not store.check([UNRESPONSIVE]):
-        silent = [] if _all_responded(responses, world) else _silent(responses, range(world.size))
+        keys = set(responses.list_keys())
+        silent = [rank for rank in range(world.size) if _response_key(rank) not in keys]
         store.compare_set(UNRESPONSIVE, "", json.dumps(silent))
     return json.loads(store.get(UNRESPONSIVE))
-
-
-def _silent(responses: Any, ranks: range) -> list[int]:
-    """The ranks among `ranks` without a response, by bisection."""
-    if responses.check([_response_key(rank) for rank in ranks]):
-        return []
-    if len(ranks) == 1:
-        return [*ranks]
-    middle = len(ranks) // 2
-    return _silent(responses, ranks[:middle]) + _silent(responses, ranks[middle:])
 
 
 @contextlib.contextmanager

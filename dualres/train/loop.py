@@ -27,7 +27,7 @@ from dualres.train.checkpoint import Checkpoints, load_initial_weights
 from dualres.train.engines.base import Engine, Losses, MicroBatch
 from dualres.train.engines.build import build_engine, engine_mesh, engine_name
 from dualres.train.failure_detection import report_failed_ranks
-from dualres.train.metrics import Log, Throughput, peak_memory
+from dualres.train.metrics import METRICS, SPEED, Log, Throughput, peak_memory
 from dualres.train.process_group import World, set_timeout
 from dualres.train.recipe import learning_rate, steps_of
 from dualres.util.atomic_files import write_json
@@ -148,9 +148,9 @@ class Training:
         values: dict[str, Any] = {"tokens": step * throughput.tokens, "loss": losses.language}
         if sparse:
             values["router_loss"] = losses.router
-        self.log.metric(step, **values, grad_norm=norm, learning_rate=rate)
+        self.log.write(METRICS, step, **values, grad_norm=norm, learning_rate=rate)
         rate_now, mfu = throughput.tokens_per_second, throughput.utilization
-        self.log.clock(step, seconds=throughput.seconds[-1], tokens_per_second=rate_now, mfu=mfu)
+        self.log.write(SPEED, step, seconds=throughput.seconds[-1], tokens_per_second=rate_now, mfu=mfu)
         router = f"  router {losses.router:.3f}" if sparse else ""
         left = timedelta(seconds=round((self.steps - step) * throughput.step_seconds))
         self.progress.show(
@@ -165,7 +165,7 @@ class Training:
         statistics = health(self.engine.decoder.stack, lambda: losses.append(self.engine.evaluate(sequences)))
         self._check_finite("loss on validation sequences", losses[0], self.step)
         if self.log is not None:
-            self.log.metric(self.step, **statistics)
+            self.log.write(METRICS, self.step, **statistics)
 
     def _validate(self) -> bool:
         """Update the validation loss. -> whether it is the best so far"""
@@ -175,7 +175,7 @@ class Training:
         if improved:
             self.best_loss, self.best_step = loss, self.step
         if self.log is not None:
-            self.log.metric(self.step, validation_loss=loss)
+            self.log.write(METRICS, self.step, validation_loss=loss)
             self.progress.say(f"step {self.step}/{self.steps}  validation loss {loss:.4f}")
         return improved
 

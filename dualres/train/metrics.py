@@ -31,27 +31,20 @@ class Log:
 
     def __init__(self, folder: Path, step: int, say: Callable[[str], None], wandb_project: str | None = None):
         self.folder, self.say = folder, say
+        self.files = {}
         for name in (METRICS, SPEED):
             truncate(folder / name, step)
-        self.metrics = (folder / METRICS).open("a", encoding="utf-8")
-        self.speed = (folder / SPEED).open("a", encoding="utf-8")
+            self.files[name] = (folder / name).open("a", encoding="utf-8")
         self.board: SummaryWriter | None = None
         with self._optional_board():
             self.board = SummaryWriter(str(folder / TENSORBOARD), purge_step=step + 1)
         self.wandb = _wandb(folder, wandb_project) if wandb_project else None
 
-    def metric(self, step: int, **values: Any) -> None:
-        """Log values that depend only on config and data."""
-        self._write(self.metrics, METRICS, step, values)
-
-    def clock(self, step: int, **values: Any) -> None:
-        """Log values that depend on the machine."""
-        self._write(self.speed, SPEED, step, values)
-
-    def _write(self, file: Any, name: str, step: int, values: dict[str, Any]) -> None:
+    def write(self, name: str, step: int, **values: Any) -> None:
+        """Log values that depend only on config and data to METRICS, and those that depend on the machine to SPEED."""
         try:
-            file.write(json.dumps({"step": step, **values}) + "\n")
-            file.flush()
+            self.files[name].write(json.dumps({"step": step, **values}) + "\n")
+            self.files[name].flush()
         except OSError as error:
             raise TrainError(
                 f"{self.folder / name} cannot be written ({error}): free disk space and run the same command again to "
@@ -77,12 +70,12 @@ class Log:
 
     def sync(self) -> None:
         """Flush to disk, before a checkpoint that relies on the rows."""
-        for file, name in ((self.metrics, METRICS), (self.speed, SPEED)):
+        for name, file in self.files.items():
             with naming(self.folder / name):
                 flush(file)
 
     def close(self) -> None:
-        for file in (self.metrics, self.speed, self.board):
+        for file in (*self.files.values(), self.board):
             with contextlib.suppress(OSError):  # a full disk was reported by the write
                 if file is not None:
                     file.close()

@@ -12,7 +12,6 @@ RUN/config.json      the experiment, the data, the version of dualres, the initi
 """
 
 import json
-from collections.abc import Set
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -26,9 +25,8 @@ from dualres.util.errors import TrainError
 from dualres.util.version import VERSION
 
 CONFIG, SUMMARY, CHECKPOINTS = "config.json", "summary.json", "checkpoints"
-# Settings that may change when a run resumes: they affect how the work is done, not what is computed.
-MAY_CHANGE: Set[str] = {
-    "train.micro_batch",
+# Settings that affect how the work is done, not what is computed.
+MAY_CHANGE = {
     "train.compile",
     "train.recompute",
     "train.loss_rows",
@@ -40,6 +38,13 @@ MAY_CHANGE: Set[str] = {
     "train.peak_flops",
     "analyze.every",
 }
+
+
+def may_change(key: str, config: Config) -> bool:
+    """Whether a setting may change when a run of `config` resumes."""
+    if key == "train.micro_batch":  # routers balance each micro-batch, so its size affects what an MoE model learns
+        return config.model.moe is None
+    return key in MAY_CHANGE or key.startswith("train.parallel.")
 
 
 def lock_run(folder: Path) -> AbstractContextManager[None]:
@@ -94,9 +99,8 @@ def check_data(folder: Path, data: Path, index: Index) -> None:
 
 def check_config(folder: Path, config: Config) -> None:
     """Reject a config that would change what the run in `folder` computes."""
-    # Routers balance each micro-batch, so its size affects what an MoE model learns.
-    free = MAY_CHANGE if config.model.moe is None else MAY_CHANGE - {"train.micro_batch"}
-    changed = _differences(_as_data(read_config(folder)), _as_data(config), free)
+    differences = _differences(_as_data(read_config(folder)), _as_data(config))
+    changed = [difference for difference in differences if not may_change(difference[0], config)]
     if changed:
         what = ", ".join(f"{key} {was!r} → {now!r}" for key, was, now in changed)
         raise TrainError(f"the run in {folder} has a different config ({what}): use that config, or a new folder")
@@ -139,11 +143,10 @@ def _as_data(config: Config) -> dict[str, Any]:
     return json.loads(json.dumps(config.to_dict()))
 
 
-def _differences(before: Any, now: Any, free: Set[str], where: str = "") -> list[tuple[str, Any, Any]]:
-    """(key, before, now) of every value that differs and is not `free` to change."""
+def _differences(before: Any, now: Any, where: str = "") -> list[tuple[str, Any, Any]]:
+    """(key, before, now) of every value that differs."""
     if isinstance(before, dict) and isinstance(now, dict):
         keys = list(dict.fromkeys([*before, *now]))
-        inside = (_differences(before.get(key), now.get(key), free, f"{where}.{key}".lstrip(".")) for key in keys)
+        inside = (_differences(before.get(key), now.get(key), f"{where}.{key}".lstrip(".")) for key in keys)
         return [difference for differences in inside for difference in differences]
-    same = before == now or where in free or where.startswith("train.parallel.")
-    return [] if same else [(where, before, now)]
+    return [] if before == now else [(where, before, now)]

@@ -1,7 +1,8 @@
-"""Atomic files: written under a temporary name, flushed to disk, then renamed."""
+"""Atomic files: written under a temporary name, flushed to disk, then renamed; and JSON without NaN and infinity."""
 
 import fcntl
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterator
@@ -98,3 +99,12 @@ def write_text(path: Path, text: str) -> None:
 
 def write_json(path: Path, data: Any) -> None:
     write_text(path, json.dumps(data, indent=1, ensure_ascii=False) + "\n")
+
+
+def nonfinite_to_null(data: Any) -> Any:
+    """Replace NaN and infinity, which JSON does not have, with None in nested dicts, lists and tuples."""
+    if isinstance(data, dict):
+        return {key: nonfinite_to_null(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [nonfinite_to_null(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from dualres.config.schema import Config
 from dualres.model.block import compile_blocks
-from dualres.parallel import gradients, pipeline
+from dualres.parallel import pipeline
 from dualres.parallel.mesh import Mesh, chunk_sizes, make_groups
 from dualres.parallel.pipeline import Stage, boundaries, padded_micro_batches
-from dualres.train.engines import build
+from dualres.train.engines import build, fsdp
 from dualres.train.engines.build import build_engine
 from dualres.train.engines.fsdp import PipelineEngine
 from dualres.train.process_group import World, join_world
@@ -99,13 +99,13 @@ def without_the_sum(world: World) -> list[str]:
     def nothing(tensors: list[Tensor], group: object) -> None:
         """What must be noticed."""
 
-    kept, gradients.all_reduce_together = gradients.all_reduce_together, nothing  # type: ignore[assignment]
+    kept, fsdp.all_reduce_together = fsdp.all_reduce_together, nothing  # type: ignore[assignment]
     try:
         engine = build_engine(config, world, end_of_text=0)
         engine.accumulate(share(config, engine, 0))
         found = {name: whole(p.grad) for name, p in engine.parameters.items()}  # type: ignore[attr-defined]
     finally:
-        gradients.all_reduce_together = kept
+        fsdp.all_reduce_together = kept
     if not world.is_main:
         return []
     same = {"global_batch": config.train.global_batch, "tokens": config.train.tokens}

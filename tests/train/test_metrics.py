@@ -49,11 +49,11 @@ def test_tensorboard_shows_what_the_metrics_say(whole: Path):
 
 def test_rows_that_cannot_be_written(tmp_path: Path):
     log = Log(tmp_path, 0, print)
-    log.metric(1, loss=2.0)
-    log.metrics.close()
-    log.metrics = Path("/dev/full").open("w")  # noqa: SIM115  every write to it says that the disk is full
+    log.write(METRICS, 1, loss=2.0)
+    log.files[METRICS].close()
+    log.files[METRICS] = Path("/dev/full").open("w")  # noqa: SIM115  every write to it says that the disk is full
     with pytest.raises(TrainError, match=rf"{tmp_path / METRICS} cannot be written .*No space left.*resume"):
-        log.metric(2, loss=1.0)
+        log.write(METRICS, 2, loss=1.0)
     log.close()  # what is left in the file's buffer must not hide the message above
     assert [row["step"] for row in read_rows(tmp_path / METRICS)] == [1]
 
@@ -72,7 +72,7 @@ def test_weights_and_biases_goes_on_with_a_resumed_run(tmp_path: Path, monkeypat
         path = tmp_path / folder
         path.mkdir(parents=True, exist_ok=True)
         log = Log(path, step, print, wandb_project="p")
-        log.metric(step + 1, loss=1.2345)
+        log.write(METRICS, step + 1, loss=1.2345)
         assert log.wandb is not None
         names.append(log.wandb.id)
         log.close()

@@ -119,7 +119,7 @@ class Asked:
 
 
 def test_thousands_of_ranks_ask_the_store_little(monkeypatch: pytest.MonkeyPatch):
-    """Who is lost is looked up by one of them, by halves."""
+    """Who is lost is looked up by one of them, in one list of keys."""
     monkeypatch.setattr(failure_detection, "RESPONSE_TIME", 1.0)
     many = [rank_of(rank)._replace(size=5000) for rank in range(5000)]
     store, gone = HashStore(), 4321

@@ -16,14 +16,12 @@ from dualres.model.block import compile_blocks, recompute_blocks
 from dualres.model.decoder import Decoder, Vocabulary, build_decoder, reset_part
 from dualres.model.loss import CrossEntropy, Objective
 from dualres.parallel.experts import distribute_experts
-from dualres.parallel.gradients import dimensions
 from dualres.parallel.mesh import Groups, Mesh, chunk_sizes, make_groups, mesh_of
 from dualres.parallel.pipeline import PipelineChunk, drop_unused, make_chunks
-from dualres.parallel.tensor import shard_branches, shard_vocabulary
-from dualres.parallel.vocab_loss import vocabulary_loss
+from dualres.parallel.tensor import shard_branches, shard_vocabulary, vocabulary_loss
 from dualres.train.engines.base import Engine, TorchEngine
 from dualres.train.engines.deepspeed import DeepSpeedEngine
-from dualres.train.engines.fsdp import PipelineEngine, ShardedEngine
+from dualres.train.engines.fsdp import PipelineEngine, ShardedEngine, dimensions
 from dualres.train.process_group import World
 from dualres.util.errors import TrainError
 
