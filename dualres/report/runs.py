@@ -10,7 +10,7 @@ from dualres.config.schema import Config, ConfigError
 from dualres.report.reproduce import Origin, differing, origin, settings
 from dualres.residual.registry import explicit, resolve
 from dualres.train.metrics import METRICS, read_rows
-from dualres.train.run_folder import CONFIG, may_change, SUMMARY, is_run, read_config, read_description, read_summary
+from dualres.train.run_folder import CONFIG, SUMMARY, is_run, may_change, read_config, read_description, read_summary
 from dualres.util.errors import TrainError
 
 BASE = "standard"  # the method that the others are compared with
