@@ -72,13 +72,14 @@ def parameter_lines(count: dict[str, int]) -> list[str]:
 
 def _traffic(config: Config, traffic: accounting.Traffic) -> dict[str, float]:
     """Stream elements moved by the fused operators, and a lower bound of the time that takes on an H800."""
-    unit = 2 * config.model.layers * config.model.width
+    branches, row = 2 * config.model.layers, BFLOAT16 * config.model.width
+    forward, backward = traffic.forward, traffic.backward
     return {
-        "forward_d_per_branch": traffic.forward / unit,
-        "backward_d_per_branch": traffic.backward / unit,
-        "forward_bytes_per_token": BFLOAT16 * traffic.forward,
-        "backward_bytes_per_token": BFLOAT16 * traffic.backward,
-        "h800_microseconds_per_token": 1e6 * BFLOAT16 * sum(traffic) / H800_BANDWIDTH,
+        "forward_d_per_branch": forward / branches,
+        "backward_d_per_branch": backward / branches,
+        "forward_bytes_per_token": row * forward,
+        "backward_bytes_per_token": row * backward,
+        "h800_microseconds_per_token": 1e6 * row * (forward + backward) / H800_BANDWIDTH,
     }
 
 

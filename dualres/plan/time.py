@@ -10,24 +10,12 @@ are exposed only as far as they take longer than the products.
 import functools
 from typing import NamedTuple
 
-import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-
 from dualres.config.schema import ModelConfig, ResidualConfig
-from dualres.model.accounting import (
-    TOKENS_OF_TRAFFIC,
-    Flops,
-    StreamTraffic,
-    flops_per_token,
-    pathway_alone,
-    residual_traffic,
-)
+from dualres.model.accounting import Flops, flops_per_token, residual_traffic
 from dualres.model.decoder import build_decoder
-from dualres.ops import dispatch
 from dualres.plan.communication import branch_bytes, sharded_bytes, shared_bytes
 from dualres.plan.hardware import Hardware
 from dualres.plan.stages import PipelineRank, PlannedChunk
-from dualres.residual.pathway import History
 
 UPDATE_BYTES = 36  # per weight: AdamW reads four numbers and writes three, clipping reads one and writes one
 
@@ -63,33 +51,17 @@ class TokenCost(NamedTuple):
 @functools.cache
 def token_cost(model: ModelConfig, residual: ResidualConfig) -> TokenCost:
     decoder = build_decoder(model, residual, device="meta")
-    whole, rows = residual_traffic(decoder), _pathway_rows(model, residual)
-    scale, blocks = sum(whole) / sum(rows), list(decoder.stack)
+    traffic, blocks = residual_traffic(decoder), list(decoder.stack)
+    both_passes = traffic.forward + traffic.backward
+    scale = model.width * both_passes / traffic.forward
     return TokenCost(
         flops_per_token(decoder),
         tuple(len(block.branches) for block in blocks),
-        tuple(scale * count for count in rows),
-        whole.forward / sum(whole),
+        tuple(scale * rows for rows in traffic.parts),
+        traffic.forward / both_passes,
         decoder.stack.streams,
         blocks[0].pathway.keeps_history,
     )
-
-
-def _pathway_rows(model: ModelConfig, residual: ResidualConfig) -> list[int]:
-    """Stream rows that each block's pathway and the readout read and write in a forward pass, per token."""
-    row = 1, TOKENS_OF_TRAFFIC, model.width
-    rows: list[int] = []
-    stack = build_decoder(model, residual, device="meta").stack
-    with dispatch.for_shapes(), FakeTensorMode(allow_non_fake_inputs=True):
-        stack.to_empty(device="cpu")
-        history: History = (torch.empty(stack.streams, *row),)
-        for block in stack:
-            with StreamTraffic(row) as traffic:
-                history = pathway_alone(block, history)
-            rows.append(traffic.rows)
-        with StreamTraffic(row) as traffic:
-            stack.readout(*history)
-    return [*rows, traffic.rows]
 
 
 def step_seconds(ranks: list[PipelineRank], hardware: Hardware) -> StepSeconds:
