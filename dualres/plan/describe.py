@@ -97,6 +97,8 @@ def _states(first: int, last: int) -> str:
 
 def page(template: str, **values: Any) -> str:
     """A text for a terminal: a template, filled in. The filter `spec` is Python's `format`."""
-    pages = Environment(loader=FileSystemLoader(TEMPLATES), undefined=StrictUndefined, keep_trailing_newline=True)
+    pages = Environment(
+        loader=FileSystemLoader(TEMPLATES), undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True
+    )
     pages.filters |= {"spec": format, "short": short, "plural": plural}
     return pages.get_template(template).render(values).removesuffix("\n")
