@@ -28,7 +28,7 @@ from dualres.config.loading import load_config
 from dualres.config.schema import Config
 from dualres.model.generation import generate
 from dualres.ops import dispatch
-from dualres.plan.live_bytes import LiveBytes
+from dualres.plan.activations import LiveBytes
 from dualres.train.engines.base import MicroBatch, TorchEngine
 from dualres.train.engines.build import build_engine
 from dualres.train.process_group import World, join_world

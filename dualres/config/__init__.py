@@ -4,5 +4,5 @@
     schema.ModelConfig, ResidualConfig, TrainConfig, …                the same in Python
 
 schema.py defines every key with its documentation, loading.py reads YAML, validation.py converts and checks values,
-and paper.py has the numbers printed in the paper.
+and paper.py has the numbers printed in the paper, which it reads from paper.yaml.
 """

@@ -1,7 +1,6 @@
 """The Transformer around the residual pathways, and its loss.
 
 `decoder` builds a decoder-only model from `attention`, `feedforward` or `moe` branches; `block` runs branches on a
-residual pathway; `loss` is the training objective; `generation` continues prompts; `accounting` counts parameters,
-flops and bytes; `activation_checkpointing` decides what a block saves for its backward pass. Nothing here depends on a
-particular residual method.
+residual pathway, and recomputes or compiles them; `loss` is the training objective; `generation` continues prompts;
+`accounting` counts parameters, flops and bytes. Nothing here depends on a particular residual method.
 """

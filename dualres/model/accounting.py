@@ -3,7 +3,8 @@
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from dualres.model.attention import Attention
-from dualres.model.block import ResidualBlock, ResidualStack, extended
+from dualres.model.block import ResidualStack, extended
 from dualres.model.decoder import Decoder
 from dualres.model.moe import MoE
 from dualres.ops import dispatch, traffic
@@ -46,10 +47,14 @@ class Flops(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """Stream elements that the residual pathways read and write for one token."""
+    """How often the residual pathways read or write a row of a stream, D elements, for one token."""
 
-    forward: int
+    parts: tuple[int, ...]  # of the forward pass: by the pathway of each block, then by the readout
     backward: int
+
+    @property
+    def forward(self) -> int:
+        return sum(self.parts)
 
 
 class StateBytes(NamedTuple):
@@ -104,34 +109,32 @@ def residual_traffic(decoder: Decoder) -> Traffic:
     Branches and their norms, which the fused read applies, count nothing. `decoder` must be on the meta device.
     """
     stack = copy.deepcopy(decoder.stack)
+    row = 1, TOKENS_OF_TRAFFIC, decoder.config.width
     shapes_only = FakeTensorMode(allow_non_fake_inputs=True)  # parameters on the meta device are not fake tensors
     with dispatch.for_shapes(), shapes_only:
         stack.to_empty(device="cpu")
-        row = 1, TOKENS_OF_TRAFFIC, decoder.config.width
         state = torch.empty(stack.streams, *row, requires_grad=True)
         with StreamTraffic(row) as forward:
-            out = _pathways_alone(stack, state)
+            counted = [(out, forward.rows) for out in _pathways_alone(stack, state)]
+        out, _ = counted[-1]
         with StreamTraffic(row) as backward:
             out.backward(torch.empty_like(out))
-    return Traffic(forward.rows * row[-1], backward.rows * row[-1])
+    totals = [0, *(rows for _, rows in counted)]
+    return Traffic(tuple(end - start for start, end in pairwise(totals)), backward.rows)
 
 
-def _pathways_alone(stack: ResidualStack, state: Tensor) -> Tensor:
-    """The stack with branches that return their input. (J,B,T,D) -> (B,T,D)"""
+def _pathways_alone(stack: ResidualStack, state: Tensor) -> Iterator[Tensor]:
+    """The stack with branches that return their input: H_b (J,B,T,D) after each block, then the output (B,T,D)."""
     history: History = (state,)
     for block in stack:
-        history = pathway_alone(block, history)
-    return stack.readout(*history)
-
-
-def pathway_alone(block: ResidualBlock, history: History) -> History:
-    """The history after a block whose branches return their input."""
-    pathway = block.pathway
-    state = pathway.open(history)
-    for i in range(len(block.branches)):
-        h, state = pathway.read(state, i)
-        state = pathway.write(state, i, h)
-    return extended(history, pathway.close(state), pathway)
+        pathway = block.pathway
+        inside = pathway.open(history)
+        for i in range(len(block.branches)):
+            h, inside = pathway.read(inside, i)
+            inside = pathway.write(inside, i, h)
+        history = extended(history, pathway.close(inside), pathway)
+        yield history[-1]
+    yield stack.readout(*history)
 
 
 def _vocabulary_flops(decoder: Decoder) -> int:
@@ -146,7 +149,7 @@ def _vocabulary_flops(decoder: Decoder) -> int:
 def _residual_flops(decoder: Decoder) -> int:
     state = torch.empty(decoder.stack.streams, 1, 1, decoder.config.width, device="meta")
     with Arithmetic() as arithmetic, torch.no_grad():
-        _pathways_alone(decoder.stack, state)
+        list(_pathways_alone(decoder.stack, state))
     return arithmetic.flops
 
 

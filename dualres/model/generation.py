@@ -3,9 +3,11 @@
 
 import operator
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from dualres.model.attention import KVCache
 from dualres.model.decoder import Decoder
@@ -48,13 +50,9 @@ def generate(
 
 def left_pad(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
     """Prompts as one left-padded batch, and its attention mask. -> (B,T), (B,T)"""
-    length = max(map(len, prompts))
-    tokens = torch.zeros(len(prompts), length, dtype=torch.long, device=device)
-    attention_mask = torch.zeros_like(tokens, dtype=torch.bool)
-    for row, prompt in enumerate(prompts):
-        tokens[row, length - len(prompt) :] = torch.tensor([operator.index(token) for token in prompt], device=device)
-        attention_mask[row, length - len(prompt) :] = True
-    return tokens, attention_mask
+    rows = [torch.tensor([operator.index(token) for token in prompt], device=device) for prompt in prompts]
+    pad = partial(pad_sequence, batch_first=True, padding_side="left")
+    return pad(rows), pad([torch.ones_like(row, dtype=torch.bool) for row in rows])
 
 
 def _choose(logits: Tensor, temperature: float, generator: torch.Generator | None) -> Tensor:

@@ -11,8 +11,7 @@ from typing import Annotated, NamedTuple
 
 from dualres.plan.local_model import part_of
 from dualres.plan.memory import FLOAT32
-from dualres.plan.pipeline_schedule import Gathers, gathers
-from dualres.plan.stages import PipelineRank, PlannedChunk
+from dualres.plan.stages import PipelineRank, PlannedChunk, gathers
 
 FLOAT64 = 8
 
@@ -53,9 +52,8 @@ def sharded_bytes(rank: PipelineRank) -> tuple[list[int], list[int]]:
     count, mesh = rank.micro_batches, rank.mesh
     weights, gradients = [0, 0], [0, 0]
     for chunk in rank.chunks:
-        # Forward and backward; the root keeps its weights between them.
-        times = Gathers(2 * count, count) if mesh.pipeline == 1 else gathers(mesh, count, chunk.number)
-        for unit, gathered in [*((unit, times.blocks) for unit in chunk.units), (chunk.root, times.root)]:
+        of_block, of_root = gathers(mesh, count, chunk.number)
+        for unit, gathered in [*((unit, of_block) for unit in chunk.units), (chunk.root, of_root)]:
             for weight in unit:
                 moved = weight.shard(mesh) * (weight.ranks(mesh) - 1)  # padded
                 weights[weight.expert] += gathered * rank.width * moved

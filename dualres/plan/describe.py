@@ -2,7 +2,10 @@
 
 from dataclasses import asdict
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from dualres.config.schema import Config
 from dualres.model import accounting
@@ -11,6 +14,7 @@ from dualres.residual import registry
 from dualres.util.progress import plural, short
 from dualres.util.tables import table
 
+TEMPLATES = Path(__file__).parent / "templates"
 BFLOAT16 = 2  # bytes
 H800_BANDWIDTH = 3.35e12  # bytes per second, from its data sheet
 
@@ -62,74 +66,39 @@ def counts(decoder: Decoder) -> dict[str, dict[str, int]]:
     }
 
 
-def parameter_lines(count: dict[str, int]) -> list[str]:
-    return [
-        f"parameters            {count['total']:,} with vocabulary, {count['excluding_vocabulary']:,} without",
-        f"  active per token    {count['active']:,}",
-        f"  residual pathway    {count['residual']:,} ({count['residual'] / count['excluding_vocabulary']:.3%})",
-    ]
-
-
 def _traffic(config: Config, traffic: accounting.Traffic) -> dict[str, float]:
     """Stream elements moved by the fused operators, and a lower bound of the time that takes on an H800."""
-    unit = 2 * config.model.layers * config.model.width
+    branches, row = 2 * config.model.layers, BFLOAT16 * config.model.width
+    forward, backward = traffic.forward, traffic.backward
     return {
-        "forward_d_per_branch": traffic.forward / unit,
-        "backward_d_per_branch": traffic.backward / unit,
-        "forward_bytes_per_token": BFLOAT16 * traffic.forward,
-        "backward_bytes_per_token": BFLOAT16 * traffic.backward,
-        "h800_microseconds_per_token": 1e6 * BFLOAT16 * sum(traffic) / H800_BANDWIDTH,
+        "forward_d_per_branch": forward / branches,
+        "backward_d_per_branch": backward / branches,
+        "forward_bytes_per_token": row * forward,
+        "backward_bytes_per_token": row * backward,
+        "h800_microseconds_per_token": 1e6 * row * (forward + backward) / H800_BANDWIDTH,
     }
 
 
 def as_text(description: dict[str, Any], title: str) -> str:
     """The page for a terminal."""
-    model, residual, moe = description["model"], description["residual"], description["model"]["moe"]
-    options = ", ".join(f"{k} {v}" for k, v in residual.items() if k not in ("method", "streams", "branches_per_block"))
-    feedforward = (
-        f"{moe['experts']} experts of width {moe['expert_width']}, {moe['active']} active"
-        if moe
-        else f"feed-forward width {model['ffn_width']}"
-    )
-    lines = [
-        title,
-        f"  decoder    {model['layers']} layers, width {model['width']}, heads {model['heads']} / {model['kv_heads']}, "
-        f"{feedforward}, vocabulary {model['vocab_size']:,} {'tied' if model['tied_embeddings'] else 'untied'}",
-        f"  residual   {residual['method']}: {plural(residual['streams'], 'stream')}, "
-        f"{plural(residual['branches_per_block'], 'branch', 'es')} per block{'; ' if options else ''}{options}",
-        "",
-    ]
-    rows = []
+    rows: list[list[Any]] = []
     for block in description["blocks"]:
         branches, states = "{}–{}".format(*block["branches"]), _states(*block["sees"])
         rows.append([block["block"], branches, states, block["parameter_sets"] or "", block["parameters"]])
     readout = description["readout"]
     rows.append(["readout", "", _states(*readout["sees"]), "", readout["parameters"]])
-    lines += [table(["block", "branches", "sees", "parameter sets", "residual parameters"], rows), ""]
-
-    count, flops = description["parameters"], description["flops_per_token"]
-    state, traffic = description["residual_state_bytes_per_token"], description["residual_traffic"]
-    lines += [
-        *parameter_lines(count),
-        f"flops per token       {_flops(flops['forward'])} forward, about {_flops(flops['training'])} in training",
-        f"  branches            {_flops(flops['branches'])}",
-        f"  attention           {_flops(flops['attention'])} averaged over a context of {model['context']}",
-        f"  vocabulary          {_flops(flops['vocabulary'])}",
-        f"  residual pathway    {_flops(flops['residual'])} ({flops['residual'] / flops['forward']:.3%})",
-        f"residual state        {state['history']:,} bytes per token in bfloat16, {state['live']:,} of them live",
-        f"residual traffic      {traffic['forward_d_per_branch']:.1f}d per token and branch forward, "
-        f"{traffic['backward_d_per_branch']:.1f}d backward",
-        f"  in bfloat16         {traffic['forward_bytes_per_token'] / 1e3:,.0f} kB per token forward, "
-        f"{traffic['backward_bytes_per_token'] / 1e3:,.0f} kB backward",
-        f"  on an H800          {traffic['h800_microseconds_per_token']:.3f} µs per token at 3.35 TB/s: "
-        "an estimate from bytes moved, not measured on a GPU",
-    ]
-    return "\n".join(lines)
+    blocks = table(["block", "branches", "sees", "parameter sets", "residual parameters"], rows)
+    return page("describe.txt", **{**description, "blocks": blocks}, title=title)
 
 
 def _states(first: int, last: int) -> str:
     return f"H{first}" if first == last else f"H{first} … H{last}"
 
 
-def _flops(n: int) -> str:
-    return short(n).replace("B", "G")
+def page(template: str, **values: Any) -> str:
+    """A text for a terminal: a template, filled in. The filter `spec` is Python's `format`."""
+    pages = Environment(
+        loader=FileSystemLoader(TEMPLATES), undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True
+    )
+    pages.filters |= {"spec": format, "short": short, "plural": plural}
+    return pages.get_template(template).render(values).removesuffix("\n")

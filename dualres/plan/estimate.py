@@ -1,17 +1,124 @@
-"""Memory, communication and step time of one model on one mesh with one engine."""
+"""Memory, communication and step time of one model on one mesh with one engine.
+
+Seconds are for comparing meshes. From nominal peaks and bandwidths,
+
+    step = (micro-batches + (P−1)/V) · (products + pathways + tensor + experts + sends) + exposed sharding
+           + gradients once a step + optimizer
+
+on the slowest pipeline rank. Collectives of tensor groups and experts and sends between stages are exposed; FSDP2's
+are exposed only as far as they take longer than the products.
+"""
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
-from dualres.config.schema import Config, ParallelConfig
+from dualres.config.schema import Config, ModelConfig, ParallelConfig, ResidualConfig
+from dualres.model.accounting import Flops, flops_per_token, residual_traffic
+from dualres.model.decoder import build_decoder
 from dualres.parallel.mesh import Mesh
 from dualres.plan.activations import Memory, passes_of
-from dualres.plan.communication import Communication, communication
+from dualres.plan.communication import Communication, branch_bytes, communication, sharded_bytes, shared_bytes
 from dualres.plan.hardware import USABLE, Hardware
 from dualres.plan.local_model import Share
 from dualres.plan.memory import memory
-from dualres.plan.stages import PipelineRank, pipeline_ranks
-from dualres.plan.time import StepSeconds, step_seconds, token_cost
+from dualres.plan.stages import PipelineRank, PlannedChunk, pipeline_ranks
+
+UPDATE_BYTES = 36  # per weight: AdamW reads four numbers and writes three, clipping reads one and writes one
+
+
+class StepSeconds(NamedTuple):
+    """Seconds of one step, on the slowest pipeline rank."""
+
+    products: float  # matrix products and attention
+    pathways: float  # memory traffic of residual streams
+    tensor: float
+    experts: float
+    pipeline: float  # sends between stages
+    bubble: float  # stages idle during the first and the last micro-batches
+    sharding: float  # FSDP2's gathers and scatters that do not overlap with products
+    update: float  # sums of shared gradients, clipping, AdamW
+
+    @property
+    def total(self) -> float:
+        return sum(self)
+
+
+class TokenCost(NamedTuple):
+    """Computation and memory traffic of a model per token."""
+
+    flops: Flops  # forward
+    branches: tuple[int, ...]  # in each block
+    elements: tuple[float, ...]  # of streams that each block's pathway and the readout move, forward and backward
+    forward: float  # fraction of these in the forward pass
+    streams: int
+    keeps_history: bool
+
+
+@functools.cache
+def token_cost(model: ModelConfig, residual: ResidualConfig) -> TokenCost:
+    decoder = build_decoder(model, residual, device="meta")
+    traffic, blocks = residual_traffic(decoder), list(decoder.stack)
+    both_passes = traffic.forward + traffic.backward
+    scale = model.width * both_passes / traffic.forward
+    return TokenCost(
+        flops_per_token(decoder),
+        tuple(len(block.branches) for block in blocks),
+        tuple(scale * rows for rows in traffic.parts),
+        traffic.forward / both_passes,
+        decoder.stack.streams,
+        blocks[0].pathway.keeps_history,
+    )
+
+
+def step_seconds(ranks: list[PipelineRank], hardware: Hardware) -> StepSeconds:
+    """Step time of the slowest pipeline rank."""
+    return max((_rank_seconds(rank, hardware) for rank in ranks), key=lambda seconds: seconds.total)
+
+
+def _rank_seconds(rank: PipelineRank, hardware: Hardware) -> StepSeconds:
+    count, mesh = rank.micro_batches, rank.mesh
+    products = pathways = tensor = experts = 0.0
+    for chunk in rank.chunks:
+        flops, elements = _work(rank, chunk)
+        products += flops / (hardware.peak_flops * hardware.utilization)
+        pathways += elements * rank.width / hardware.memory_bandwidth
+        gathered, exchanged = branch_bytes(rank, chunk)
+        tensor += gathered / hardware.ring(mesh.tensor, 1)
+        experts += hardware.exchange_seconds(exchanged, mesh.expert_ranks)
+    sends = rank.between_stages / hardware.next_stage(mesh.processes)
+    once = products + pathways + tensor + experts + sends
+    rings = hardware.ring(mesh.data, mesh.tensor), hardware.ring(mesh.rest, mesh.expert_ranks)
+    gathers, scatters = (
+        sum(size / ring for size, ring in zip(sizes, rings, strict=True)) for sizes in sharded_bytes(rank)
+    )
+    if mesh.pipeline > 1:  # gradients are scattered after the last micro-batch
+        exposed = max(0.0, gathers - count * products) + scatters
+    else:
+        exposed = max(0.0, gathers + scatters - count * products)
+    shards = sum(weight.shard(mesh) for weight in rank.weights)
+    return StepSeconds(
+        products=count * products,
+        pathways=count * pathways,
+        tensor=count * tensor,
+        experts=count * experts,
+        pipeline=count * sends,
+        bubble=(mesh.pipeline - 1) / mesh.virtual * once,
+        sharding=exposed,
+        update=shared_bytes(rank) / hardware.network_bandwidth + shards * UPDATE_BYTES / hardware.memory_bandwidth,
+    )
+
+
+def _work(rank: PipelineRank, chunk: PlannedChunk) -> tuple[float, float]:
+    """Flops and stream elements of one micro-batch: forward, backward and recomputation."""
+    config, train = rank.config, rank.config.train
+    cost = token_cost(config.model, config.residual)
+    flops, again = cost.flops, train.recompute == "full"
+    share = sum(cost.branches[b] for b in chunk.blocks) / sum(cost.branches)
+    branches = share * (flops.branches + flops.attention) * (3 + again)
+    elements = sum(cost.elements[b] for b in chunk.blocks) * (1 + (train.recompute != "none") * cost.forward)
+    tokens = train.micro_batch * config.model.context / rank.mesh.tensor
+    return tokens * (branches + 3 * flops.vocabulary * chunk.last), tokens * (elements + cost.elements[-1] * chunk.last)
 
 
 class StepEstimate(NamedTuple):

@@ -38,10 +38,3 @@ class Hardware(NamedTuple):
     def next_stage(self, processes: int) -> float:
         """Bandwidth between pipeline ranks: the slowest link, between nodes, is the bottleneck."""
         return self.node_bandwidth if processes <= self.node_size else self.network_bandwidth
-
-    def describe(self) -> str:
-        return (
-            f"{self.peak_flops / 1e12:g} Tflop/s, of which matrix products reach "
-            f"{self.utilization:.0%}, memory {self.memory_bandwidth / 1e12:g} TB/s; nodes of {self.node_size}, "
-            f"{self.node_bandwidth / 1e9:g} GB/s inside, {self.network_bandwidth / 1e9:g} GB/s per GPU between them"
-        )

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dualres.config.schema import ModelConfig, ResidualConfig
 from dualres.model.decoder import Decoder, build_decoder
-from dualres.model.loss import loss_and_gradients
+from dualres.model.loss import ChunkedCrossEntropy, loss_and_gradients
 from dualres.model.moe import Experts, LocalExperts, MoE
 from dualres.parallel.tensor import LINEARS
 
@@ -137,7 +137,7 @@ def resized(x: Tensor, dim: int, size: int) -> Tensor:
     return x.new_empty(*x.shape[:dim], size, *x.shape[dim + 1 :])
 
 
-class RangeLoss(torch.autograd.Function):
+class RangeLoss(ChunkedCrossEntropy):
     """The loss over one rank's range of the vocabulary; temporarily gathers the hidden states of the whole sequence."""
 
     @staticmethod
@@ -147,8 +147,3 @@ class RangeLoss(torch.autograd.Function):
         loss, _, grad_weight = loss_and_gradients(whole, weight, targets.flatten(), rows, differentiated=True)
         ctx.save_for_backward(torch.empty_like(hidden), grad_weight)
         return loss
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        hidden, weight = ctx.saved_tensors
-        return hidden * grad.to(hidden.dtype), weight * grad.to(weight.dtype), None, None

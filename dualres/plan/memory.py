@@ -8,8 +8,7 @@ activations; kernel workspaces, NCCL's buffers and allocator fragmentation are n
 from collections.abc import Iterator
 
 from dualres.plan.activations import Memory
-from dualres.plan.pipeline_schedule import ChunkBytes, InFlight, actions, in_flight
-from dualres.plan.stages import PipelineRank, elements
+from dualres.plan.stages import ChunkBytes, InFlight, PipelineRank, actions, elements, in_flight
 
 FLOAT32 = 4  # bytes
 DEEPSPEED_BUCKET, DEEPSPEED_GATHERED = 500_000_000, 1_000_000_000  # elements: its defaults

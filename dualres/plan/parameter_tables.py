@@ -7,6 +7,7 @@ from dualres.config import paper
 from dualres.config.loading import load_config
 from dualres.model.accounting import parameters
 from dualres.model.decoder import build_decoder
+from dualres.plan.describe import page
 from dualres.util.tables import table
 
 MILLION, BILLION = 1_000_000, 1_000_000_000
@@ -83,11 +84,4 @@ def as_text(rows: Sequence[Comparison]) -> str:
         mark = ("= with those not built" if row.unbuilt else "=") if row.agrees else "DIFFERS"
         cells.append([row.scale, row.residual, row.column, f"{row.paper}{unit}", ours, unbuilt, row.ours, mark])
     header = ["scale", "residual", "count", "paper", "ours", "not built", "parameters", ""]
-    agreeing = sum(row.agrees for row in rows)
-    return (
-        f"{table(header, cells)}\n\n"
-        f"{agreeing} of {len(rows)} printed numbers agree to the last digit: the 54 of the paper's two parameter\n"
-        "tables and the 0.363M of its text. Counted on the real modules, built on the meta device.\n"
-        "not built: DAR-Full has one block per layer, so its attention branches start their block and have no partial\n"
-        "state to transport. The paper counts a ρ gate for them too, L(2d+2) parameters that no forward pass uses."
-    )
+    return page("params.txt", table=table(header, cells), agreeing=sum(row.agrees for row in rows), numbers=len(rows))

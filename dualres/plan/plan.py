@@ -7,12 +7,11 @@ from typing import Any, NamedTuple, get_type_hints
 from dualres.config.schema import Config
 from dualres.model.decoder import build_decoder
 from dualres.parallel.pipeline import micro_batches
-from dualres.plan.describe import counts, parameter_lines
+from dualres.plan.describe import counts, page
 from dualres.plan.estimate import MeshEstimate, StepEstimate
 from dualres.plan.hardware import GIB, Hardware
 from dualres.train.preflight import Check
 from dualres.train.recipe import learning_rate, steps_of
-from dualres.util.progress import plural, short
 from dualres.util.tables import table
 
 NOTE = """\
@@ -112,43 +111,11 @@ def _column_data(estimate: MeshEstimate) -> dict[str, Any]:
 
 def as_text(plan: Plan, title: str) -> str:
     """The plan for a terminal."""
-    estimate, data = plan.estimate, as_data(plan)
-    mesh, model, train = estimate.mesh, estimate.config.model, estimate.config.train
-    flops, batch, rates = data["flops_per_token"], data["batch"], data["schedule"]
-    how = "chosen, the fastest that fits" if plan.chosen else "as given"
     estimates = {name: column for name, column in plan.columns.items() if isinstance(column, MeshEstimate)}
     steps = {name: column.step for name, column in estimates.items() if column.step is not None}
-    speed = [f"{short(s.tokens_per_second)} tokens/s, {s.utilization:.0%} of the peak" for s in [estimate.step] if s]
-    ranks = f"{plural(mesh.data, 'rank')} × {plural(batch['accumulation'], 'micro-batch', 'es')} of {train.micro_batch}"
-    lines = [
-        f"{title} on {plural(mesh.processes, 'GPU')}: {mesh.describe()} with {estimate.engine}, {how}",
-        "; ".join([plan.checks[-1].says, *speed]),
-        "",
-        *parameter_lines(data["parameters"]),
-        f"  vocabulary          {data['parameters']['vocabulary']:,}",
-        f"flops per token       {short(flops['forward'])} forward, about {short(flops['training'])} in training; "
-        f"{flops['training'] * batch['tokens']:.3g} in the whole run",
-        f"mesh                  data {mesh.data} × tensor {mesh.tensor} × pipeline {mesh.pipeline}"
-        + (f", {mesh.virtual} chunks on each" if mesh.virtual > 1 else "")
-        + (f"; experts over {mesh.expert_ranks} ranks" if mesh.expert_ranks > 1 and model.moe else ""),
-        f"tokens per step       {batch['tokens_per_step']:,} in {train.global_batch:,} sequences of {model.context:,}: "
-        f"{ranks}, recompute {train.recompute}",
-        f"steps                 {batch['steps']:,}, {batch['tokens']:,} tokens in total",
-        f"learning rate         {rates['peak']:g} at step {rates['peak_step']:,} after {rates['warmup_steps']:,} of "
-        f"warmup, {rates['decay']} decay to {rates['minimum']:g}",
-        f"  at step             {', '.join(f'{step:,}: {rate:.3e}' for step, rate in rates['samples'])}",
-        *([f"assumed               {plan.hardware.describe()}"] if steps else []),
-        "",
-        _memory_table(estimates),
-        "",
-        *([_communication_table(steps), "", _seconds_table(steps), ""] if steps else []),
-        *[f"{name} cannot use this mesh: {problem}" for name, problem in plan.columns.items() if name not in estimates],
-        NOTE,
-        "",
-        *([table(["check", "state", "details"], plan.checks), ""] if plan.checks[1:] else []),
-        f"start it with\n  {plan.launch}",
-    ]
-    return "\n".join(lines)
+    tables = [_memory_table(estimates), *([_communication_table(steps), _seconds_table(steps)] if steps else [])]
+    checks = table(["check", "state", "details"], plan.checks) if plan.checks[1:] else ""
+    return page("plan.txt", **as_data(plan), plan=plan, title=title, tables=tables, table_of_checks=checks)
 
 
 def _memory_table(estimates: Mapping[str, MeshEstimate]) -> str:

@@ -12,15 +12,14 @@ from typing import Any, NamedTuple
 
 from dualres.config.schema import Config, ConfigError, ParallelConfig, TrainConfig
 from dualres.config.validation import divisors
-from dualres.model.activation_checkpointing import Recompute
+from dualres.model.block import Recompute
 from dualres.parallel.mesh import Mesh, block_count, mesh_of
 from dualres.plan.activations import Memory, Passes
-from dualres.plan.estimate import MeshEstimate, estimate
+from dualres.plan.estimate import MeshEstimate, estimate, step_seconds, token_cost
 from dualres.plan.hardware import GIB, USABLE, Hardware
 from dualres.plan.local_model import part_of
 from dualres.plan.memory import minimum_memory
 from dualres.plan.stages import pipeline_ranks
-from dualres.plan.time import step_seconds, token_cost
 from dualres.train.engines.build import engine_mesh
 from dualres.train.preflight import Check, engine_or_configured
 from dualres.util.progress import Show, plural, silent

@@ -80,15 +80,3 @@ class HyperConnections(Pathway):
     def start_divisor(self, i: int) -> float:
         """At the zero start, h sums N streams, each the standard residual's state, weighted by σ(0) = ½."""
         return 2 / self.count
-
-    def close(self, state: HyperState) -> Tensor:
-        """The streams that the next block continues from."""
-        return ops.write(state.live)
-
-    def streams(self, state: HyperState) -> Tensor:
-        """The live streams (N,B,T,D)."""
-        return ops.write(state.live)
-
-    def with_streams(self, state: HyperState, live: Tensor) -> HyperState:
-        """The same state with its live streams replaced (N,B,T,D)."""
-        return HyperState(of_streams(live))

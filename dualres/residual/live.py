@@ -24,6 +24,11 @@ def of_streams(streams: Tensor) -> Live:
     return Live(streams.unbind(0), _identity(streams[0], len(streams), 1))
 
 
+def as_tensor(live: Live | Tensor) -> Tensor:
+    """Live streams as one tensor, which some pathways store and others sum. -> (J,B,T,D)"""
+    return live if isinstance(live, Tensor) else ops.write(live)
+
+
 def plus(live: Live | None, updates: tuple[Tensor, ...]) -> Live:
     """The live streams with one ungated update added to each. J × (B,T,D)"""
     all_updates = (*(live.updates if live else ()), *updates)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from dualres.config.validation import convert_fields
 from dualres.ops import Norm
+from dualres.residual.live import as_tensor, of_streams
 
 History = tuple[Tensor, ...]  # H_0 … H_{b-1}; each (J,B,T,D), contiguous, never changed in place
 
@@ -52,8 +53,9 @@ class Pathway(nn.Module):
 
         history ──open──▶ state ──read──▶ h ─▶ branch ─▶ u ──write──▶ state … ──close──▶ H_b
 
-    The state is a `NamedTuple` that lives from `open` to `close`. Nothing is stored on `self` and nothing is
-    changed in place, so a block can be recomputed, compiled, sharded and placed on a pipeline stage.
+    The state is a `NamedTuple` that lives from `open` to `close`; its field `live` has the live streams, as a tensor
+    (J,B,T,D) or as a sum (`Live`). Nothing is stored on `self` and nothing is changed in place, so a block can be
+    recomputed, compiled, sharded and placed on a pipeline stage.
     """
 
     keeps_history = False  # True: the next block sees H_0 … H_b; False: only H_b
@@ -74,9 +76,8 @@ class Pathway(nn.Module):
         raise NotImplementedError
 
     def close(self, state: Any) -> Tensor:
-        """End the block: its state H_b (J,B,T,D)."""
-        live: Tensor = state.live
-        return live
+        """End the block: its state H_b (J,B,T,D), the live streams."""
+        return as_tensor(state.live)
 
     def start_divisor(self, i: int) -> float:
         """At the zero start (queries and gate scales 0) branch i reads the standard residual's state divided by this.
@@ -90,12 +91,11 @@ class Pathway(nn.Module):
 
         `state` must come from `open` or `write`: after `read`, it already holds the gates of a pending write.
         """
-        live: Tensor | None = state.live
-        return live
+        return None if state.live is None else as_tensor(state.live)
 
     def with_streams(self, state: Any, live: Tensor) -> Any:
         """Inspection method: a state from `open` or `write` with its live streams (J,B,T,D) replaced."""
-        return state._replace(live=live)
+        return state._replace(live=live if isinstance(state.live, Tensor) else of_streams(live))
 
     def write_weights(self, state: Any) -> Tensor | None:
         """Inspection method: the weight of the branch's output in each stream (J,B,T); None without write gates.

@@ -30,14 +30,9 @@ class Method(NamedTuple):
     options: type[Options] = Options
 
 
-def _attnres(branches_per_block: int | None) -> Method:
-    return Method(
-        streams=1,
-        pathway=AttnRes,
-        readout=partial(Retrieval, route=SINGLE),
-        branches_per_block=branches_per_block,
-        options=RetrievalOptions,
-    )
+_attnres = partial(
+    Method, streams=1, pathway=AttnRes, readout=partial(Retrieval, route=SINGLE), options=RetrievalOptions
+)
 
 
 def _dar(route: Route, branches_per_block: int | None) -> Method:

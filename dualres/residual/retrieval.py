@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from dualres import ops
 from dualres.ops import Live, Prefix, Route
 from dualres.ops.reference import to_accumulation_dtype
-from dualres.residual.live import of_streams
 from dualres.residual.pathway import History, Options, Pathway, Place
 
 
@@ -79,19 +78,6 @@ class Retrieving(Pathway):
     def start_divisor(self, i: int) -> float:
         """The number of candidates: their sum is the standard residual's state, and equal weights give their mean."""
         return self.history + (i > 0)
-
-    def close(self, state: RetrievalState) -> Tensor:
-        """H_b: the live streams, materialized."""
-        assert state.live is not None
-        return ops.write(state.live)
-
-    def streams(self, state: RetrievalState) -> Tensor | None:
-        """The live streams (J,B,T,D), None before the first write."""
-        return None if state.live is None else ops.write(state.live)
-
-    def with_streams(self, state: RetrievalState, live: Tensor) -> RetrievalState:
-        """The same state with its live streams replaced (J,B,T,D)."""
-        return state._replace(live=of_streams(live))
 
     def depth_weights(self, history: History, state: RetrievalState, i: int) -> Tensor:
         """π of branch i over the history and, after the first write, the live streams. -> (R,O,B,T)"""

@@ -15,7 +15,7 @@ from dualres.evaluate import batch_size
 from dualres.evaluate.batch_size import CHUNK_BYTES, MAX_ROWS, Batch, batch_for, free_memory, row_bytes
 from dualres.evaluate.perplexity import score_source
 from dualres.hub.open_model import TrainedModel
-from dualres.plan.live_bytes import LiveBytes
+from dualres.plan.activations import LiveBytes
 from tests.evaluate.tiny import CONTEXT, TEXTS, Small, source_of, tiny_model
 
 CPU = torch.device("cpu")

@@ -23,9 +23,8 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from dualres.config.schema import MoEConfig
-from dualres.model.activation_checkpointing import Recompute
 from dualres.model.attention import Attention, RouterReport
-from dualres.model.block import NormedBranch, recompute_blocks
+from dualres.model.block import NormedBranch, Recompute, recompute_blocks
 from dualres.model.decoder import Decoder
 from tests.small import FEEDFORWARDS, RESIDUALS, model_config, random_tokens, relative_error, stirred
 

@@ -10,9 +10,16 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import CheckpointPolicy
 
-from dualres.model.activation_checkpointing import Recompute, keep_products
 from dualres.model.attention import RouterReport
-from dualres.model.block import NormedBranch, ResidualStack, compile_blocks, recompute_blocks, residual_stack
+from dualres.model.block import (
+    NormedBranch,
+    Recompute,
+    ResidualStack,
+    compile_blocks,
+    keep_products,
+    recompute_blocks,
+    residual_stack,
+)
 from dualres.model.decoder import Decoder
 from tests.small import FEEDFORWARDS, RESIDUALS, model_config, next_token_loss, random_tokens, stirred
 

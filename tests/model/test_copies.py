@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dualres.model.activation_checkpointing import Recompute
-from dualres.model.block import ResidualBlock, compile_blocks, recompute_blocks
+from dualres.model.block import Recompute, ResidualBlock, compile_blocks, recompute_blocks
 from dualres.model.decoder import Decoder
 from tests.small import RESIDUALS, gradients, model_config, next_token_loss, random_tokens, stirred
 

@@ -8,7 +8,7 @@ from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B
 
 from dualres.parallel.mesh import Mesh
 from dualres.parallel.pipeline import micro_batches
-from dualres.plan.pipeline_schedule import ChunkBytes, actions, gathers, in_flight
+from dualres.plan.stages import ChunkBytes, actions, gathers, in_flight
 
 INTERLEAVED = [(2, 2, 4), (2, 3, 6), (4, 2, 8), (4, 4, 4), (3, 2, 7), (2, 4, 2)]
 
