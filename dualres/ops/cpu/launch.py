@@ -108,6 +108,9 @@ def parallel_sums(
 ) -> None:
     """`parallel_for` of work(first, last, own), which adds to its `own` zeros; their total over the parts is `sums`."""
     count = parts(tokens)
+    if count == 1:
+        work(0, tokens, [None if total is None else total.zero_() for total in sums])
+        return
     partial = [None if total is None else total.new_zeros(count, *total.shape) for total in sums]
     parallel_for(
         lambda part, first, last: work(first, last, [None if own is None else own[part] for own in partial]), tokens
