@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.cpp_extension import load_inline
 
-from dualres.ops import cpu
+from dualres.ops import autograd
 from dualres.train.process_group import keep_freed_memory
 from dualres.util.tables import table
 
@@ -157,9 +157,9 @@ def main() -> None:
         return found[:2], lambda: cpp.backward(given, history, queries, *found[2:])
 
     def in_numba() -> tuple[list[Tensor], Callable[[], list[Tensor]]]:
-        found = cpu.prefix(history, queries, KEY, VALUE, EPS)
+        found = autograd.prefix.run(history, queries, KEY, VALUE, EPS)
         rest = found[2:4], found[4], found[5], KEY, VALUE
-        return found[:2], lambda: cpu.prefix_backward(given, nothing, history, queries, *rest)
+        return found[:2], lambda: autograd.prefix.run_backward(given, nothing, history, queries, *rest)
 
     ways: dict[str, Callable[[], Any]] = {"C++": in_cpp, "numba": in_numba}
     check(in_cpp(), in_numba())

@@ -2,7 +2,7 @@
 
 For the backward pass an operator saves its arguments (states, updates, parameters) and token-wise numbers, but no other
 tensor of a stream's size; the backward kernels recompute the rest. Parameters arrive in float32, streams in their
-storage dtype.
+storage dtype. Kernels fill in results and gradients that are allocated here, where their shapes are known.
 """
 # B batch  T tokens  D width  J stored streams  O output streams  R history  U query sets  K updates
 
@@ -38,7 +38,8 @@ class Operator(ABC):
     """A fused operator and its backward operator, registered with PyTorch.
 
     The backward operator takes the gradients of the results, then the saved values. It returns the gradients of the
-    argument tensors in order, skipping constants.
+    argument tensors in order, skipping constants. A kernel takes the arguments and the empty results; a backward kernel
+    takes what its operator takes, and the empty gradients, bundled like the arguments, with None for constants.
     """
 
     name: str
@@ -46,19 +47,17 @@ class Operator(ABC):
     saves: Any  # the class of its saved values
     returns: str
     gradients: str  # of the results, as the backward operator takes them
-    unpacked = False  # whether the kernels take the fields of `takes` and `saves` one by one
 
     def __init__(self) -> None:
         self.numbers = [name for name, kind in self.takes.__annotations__.items() if "Tensor" not in TYPES[kind]]
-        schema = f"({_schema(self.takes)}) -> {self.returns}"
+        name, schema = f"{dispatch.NAMESPACE}::{self.name}", f"({_schema(self.takes)}) -> {self.returns}"
         backward_schema = f"({self.gradients}, {_schema(self.saves)}) -> Tensor[]"
-        name = f"{dispatch.NAMESPACE}::{self.name}"
         self.recorded: Any = torch.library.custom_op(name, self.run, mutates_args=(), schema=schema)
         self.backward: Any = torch.library.custom_op(
             f"{name}_backward", self.run_backward, mutates_args=(), schema=backward_schema
         )
-        self.recorded.register_fake(self._empty_results)
-        self.backward.register_fake(self._empty_gradients)
+        self.recorded.register_fake(lambda *values: self._returned(self.empty_results(self.takes(*values))))
+        self.backward.register_fake(lambda *values: _flat(self.empty_gradients(*self._split(values))))
         self.recorded.register_autograd(self._gradient, setup_context=self._save)
 
     def __call__(self, arguments: Any) -> Any:
@@ -93,36 +92,41 @@ class Operator(ABC):
     def run(self, *values: Any) -> Any:
         """Check the arguments and call the kernel, which records no gradient."""
         arguments = self.takes(*values)
-        self.results(arguments)
-        kernel = getattr(dispatch.kernels(_first(arguments)), self.name)
-        return kernel(*arguments) if self.unpacked else kernel(arguments)
+        results = self.empty_results(arguments)
+        getattr(dispatch.kernels(_first(arguments)), self.name)(arguments, results)
+        return self._returned(results)
 
     def run_backward(self, *values: Any) -> list[Tensor]:
         """Check the arguments and call the backward kernel."""
-        saved, gradients = self._split(values)
-        self.check_backward(saved, gradients)
-        kernel = getattr(dispatch.kernels(_first(gradients)), f"{self.name}_backward")
-        return kernel(*gradients, *saved) if self.unpacked else kernel(*gradients, saved)
+        saved, incoming = self._split(values)
+        gradients = self.empty_gradients(saved, incoming)
+        getattr(dispatch.kernels(_first(incoming)), f"{self.name}_backward")(*incoming, saved, gradients)
+        return _flat(gradients)
+
+    def empty_results(self, arguments: Any) -> list[Tensor]:
+        """Check the arguments; return tensors for a kernel to fill in."""
+        return [result.like.new_empty(result.shape) for result in self.results(arguments)]
+
+    def empty_gradients(self, saved: Any, incoming: Sequence[Any]) -> Any:
+        """Check what the backward operator takes; return tensors for a backward kernel to fill in."""
+        self.check_backward(saved, incoming)
+        return _map_tensors(
+            lambda _, like: None if like is None else like.new_empty(like.shape), self._likes(saved, incoming)
+        )
 
     def _split(self, values: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
         """The saved values, and the gradients, which the backward operator takes first."""
         count = len(values) - len(self.saves._fields)
         return self.saves(*values[count:]), values[:count]
 
-    def _likes(self, saved: Any, gradients: Sequence[Any]) -> list[Any]:
+    def _returned(self, results: list[Tensor]) -> Any:
+        """The results as the schema has them."""
+        return results if self.returns == "Tensor[]" else results[0] if self.returns == "Tensor" else tuple(results)
+
+    def _likes(self, saved: Any, incoming: Sequence[Any]) -> Any:
         """For each argument a tensor like its gradient, a list of them, or None without a gradient."""
-        arguments, without = self.arguments(saved, gradients), (*self.numbers, *self.constants(saved))
-        return [None if name in without else getattr(arguments, name) for name in self.takes._fields]
-
-    def _empty_results(self, *values: Any) -> Any:
-        empty = [result.like.new_empty(result.shape) for result in self.results(self.takes(*values))]
-        return empty if self.returns == "Tensor[]" else empty[0] if self.returns == "Tensor" else tuple(empty)
-
-    def _empty_gradients(self, *values: Any) -> list[Tensor]:
-        saved, gradients = self._split(values)
-        self.check_backward(saved, gradients)
-        likes = [tensor for like in self._likes(saved, gradients) for tensor in _listed(like)]
-        return [tensor.new_empty(tensor.shape) for tensor in likes if tensor is not None]
+        arguments, without = self.arguments(saved, incoming), (*self.numbers, *self.constants(saved))
+        return self.takes(*(None if name in without else getattr(arguments, name) for name in self.takes._fields))
 
     def _save(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         tensors: list[Tensor | None] = []
@@ -134,10 +138,8 @@ class Operator(ABC):
         saved = _map_tensors(lambda *_: next(tensors), ctx.others)
         incoming = self.incoming(saved, gradients)
         outgoing = iter(self.backward(*incoming, *saved))
-        return tuple(
-            [next(outgoing) for _ in like] if isinstance(like, list) else None if like is None else next(outgoing)
-            for like in self._likes(saved, incoming)
-        )
+        likes = self._likes(saved, incoming)
+        return tuple(_map_tensors(lambda _, like: None if like is None else next(outgoing), likes))
 
 
 def _schema(arguments: Any) -> str:
@@ -150,6 +152,11 @@ def _listed(value: Any) -> list[Any]:
 
 def _first(values: Sequence[Any]) -> Tensor:
     return _listed(values[0])[0]
+
+
+def _flat(gradients: Any) -> list[Tensor]:
+    """The tensors of a bundle, in order."""
+    return [tensor for value in gradients for tensor in _listed(value) if tensor is not None]
 
 
 def _map_tensors(function: Callable[[str, Any], Any], arguments: Any) -> Any:
@@ -178,7 +185,7 @@ class PrefixOperator(Operator):
     -> retrieved U × (O,B,T,D), log-partition U × (O,B,T), logits (R,U,O,B,T), inverse norms (R,J,B,T)
     """
 
-    name, takes, saves, unpacked = "prefix", PrefixArguments, SavedPrefix, True
+    name, takes, saves = "prefix", PrefixArguments, SavedPrefix
     returns, gradients = "Tensor[]", "Tensor[] d_retrieved, Tensor[] d_log_partition"
 
     def results(self, arguments: PrefixArguments | SavedPrefix) -> list[Result]:
@@ -248,7 +255,7 @@ class HyperReadOperator(Operator):
 class WriteOperator(Operator):
     """`reference.write`. -> (J,B,T,D)"""
 
-    name, takes, saves, unpacked = "write", WriteArguments, WriteArguments, True
+    name, takes, saves = "write", WriteArguments, WriteArguments
     returns, gradients = "Tensor", "Tensor d_live"
 
     def results(self, arguments: WriteArguments) -> list[Result]:

@@ -72,17 +72,12 @@ def register_flop_formulas() -> None:
     """Let PyTorch's `FlopCounterMode` count both operators; only models with experts do so, as it imports triton."""
     from torch.utils.flop_counter import register_flop_formula
 
-    register_flop_formula(OPERATORS.grouped_linear)(_flops)
-    register_flop_formula(OPERATORS.grouped_linear_weight_gradient)(_gradient_flops)
+    register_flop_formula([OPERATORS.grouped_linear, OPERATORS.grouped_linear_weight_gradient])(_flops)
 
 
-def _flops(rows: torch.Size, weight: torch.Size, counts: torch.Size, out_shape: torch.Size, **_: object) -> int:
-    """A multiplication and an addition for each row and each entry of its group's weight."""
-    return 2 * rows[0] * weight[1] * weight[2]
+def _flops(first: torch.Size, second: torch.Size, counts: torch.Size, out_shape: torch.Size, **_: object) -> int:
+    """A multiplication and an addition for each row and each entry of its group's weight (F,D).
 
-
-def _gradient_flops(
-    gradient: torch.Size, rows: torch.Size, counts: torch.Size, out_shape: torch.Size, **_: object
-) -> int:
-    """The same as the forward pass."""
-    return 2 * rows[0] * rows[1] * gradient[1]
+    rows (M,D), weight (E,F,D), or a gradient (M,F), rows (M,D)
+    """
+    return 2 * first.numel() * second[1]

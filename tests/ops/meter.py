@@ -16,8 +16,9 @@ from torch import Tensor
 from triton import language as tl
 from triton.runtime import interpreter
 
+from dualres.ops import autograd
 from dualres.ops import triton as kernels
-from dualres.ops.arguments import HyperReadArguments, ReadArguments
+from dualres.ops.arguments import HyperReadArguments, PrefixArguments, ReadArguments, WriteArguments
 
 NOBODY = -1
 ROUTES = {1: ([0], [0]), 2: ([1, 0], [0, 1])}  # key and value of AttnRes (one output stream) and of DAR (two)
@@ -166,16 +167,16 @@ class Inputs(NamedTuple):
         width = self.shape[-1]
         return [torch.randn(values, streams, width) / width**0.5, torch.rand(1), torch.randn(values)]
 
-    def prefix(self, states: int, sets: int, outputs: int) -> tuple[Any, ...]:
+    def prefix(self, states: int, sets: int, outputs: int) -> PrefixArguments:
         history = [self.stream(outputs) for _ in range(states)]
-        return history, torch.randn(sets, outputs, self.shape[-1]), *ROUTES[outputs], EPS
+        return PrefixArguments(history, torch.randn(sets, outputs, self.shape[-1]), *ROUTES[outputs], EPS)
 
-    def read(self, updates: int, outputs: int) -> tuple[Any, ...]:
+    def read(self, updates: int, outputs: int) -> ReadArguments:
         width = self.shape[-1]
         gates = [*self.gate(2, 2), *self.gate(2, 2), *(self.gate(1, 2) if updates else [])] if outputs == 2 else []
         coefficients = self.numbers(updates, outputs) if updates else None
         queries = torch.randn(outputs, width) if updates else None
-        given = ReadArguments(
+        return ReadArguments(
             self.stream(outputs),
             self.numbers(outputs),
             [self.stream() for _ in range(updates)],
@@ -187,33 +188,31 @@ class Inputs(NamedTuple):
             eps=EPS,
             norm_eps=EPS,
         )
-        return (given,)
 
-    def hyper_read(self, updates: int, streams: int, steps: int = 20) -> tuple[Any, ...]:
+    def hyper_read(self, updates: int, streams: int, steps: int = 20) -> HyperReadArguments:
         gates = [tensor for values in (streams, streams, streams**2) for tensor in self.gate(values, streams)]
         written = [self.stream() for _ in range(updates)]
         weight = torch.randn(self.shape[-1])
-        return (HyperReadArguments(written, self.numbers(updates, streams), gates, weight, steps, EPS, EPS),)
+        return HyperReadArguments(written, self.numbers(updates, streams), gates, weight, steps, EPS, EPS)
 
-    def write(self, updates: int, streams: int) -> tuple[Any, ...]:
-        return [self.stream() for _ in range(updates)], self.numbers(updates, streams)
+    def write(self, updates: int, streams: int) -> WriteArguments:
+        return WriteArguments([self.stream() for _ in range(updates)], self.numbers(updates, streams))
 
 
 def prepared(op: str, inputs: Inputs, learned: int = True, **sizes: int) -> functools.partial[Any]:
-    """A call of `prefix`, `read`, `hyper_read`, `write` or of their `_backward`."""
-    arguments = getattr(inputs, op.removesuffix("_backward"))(**sizes)
-    if op == "prefix_backward":
-        found, sets = kernels.prefix(*arguments), sizes["sets"]
-        history, queries, key, value, _ = arguments
-        given = [torch.randn_like(x) for x in found[: 2 * sets]]
-        arguments = (given[:sets], given[sets:], history, queries, found[sets : 2 * sets], *found[-2:], key, value)
-    elif op == "write_backward":
-        written, coefficients = arguments
-        arguments = (inputs.stream(sizes["streams"]), written if learned else [], coefficients)
-    elif op.endswith("_backward"):
-        found = getattr(kernels, op.removesuffix("_backward"))(*arguments)
-        arguments = (*(torch.randn_like(x) for x in found), *arguments)
-    return functools.partial(getattr(kernels, op), *arguments)
+    """A call of `prefix`, `read`, `hyper_read`, `write` or of their `_backward`; it fills in its last argument."""
+    forward = op.removesuffix("_backward")
+    operator, arguments = getattr(autograd, forward), getattr(inputs, forward)(**sizes)
+    results = operator.empty_results(arguments)
+    if op == forward:
+        return functools.partial(getattr(kernels, op), arguments, results)
+    getattr(kernels, forward)(arguments, results)
+    if forward == "write":
+        arguments.coefficients.requires_grad_(learned)
+    saved = operator.saved(arguments, results)
+    given = [torch.randn_like(result) for result in results]
+    incoming = operator.incoming(saved, [given] if forward == "prefix" else given)
+    return functools.partial(getattr(kernels, op), *incoming, saved, operator.empty_gradients(saved, incoming))
 
 
 @functools.cache

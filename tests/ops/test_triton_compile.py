@@ -15,10 +15,10 @@ QUICK = {("sm_90", "bfloat16", 4096)}  # the widest rows need the most registers
 MATRIX = [(target, dtype, width) for target in TARGETS for dtype in ("bfloat16", "float32") for width in WIDTHS]
 KERNELS = {
     *("prefix._prefix", "prefix._products", "prefix._prefix_backward"),
-    *("read._read", "read_backward._read_backward", "read_backward._weight_gradients"),
-    *("write._write", "write._write_backward"),
+    *("live._read", "live._read_backward", "live._weight_gradients"),
+    *("live._write", "live._write_backward"),
     *("hyper._project", "hyper._mix", "hyper._sum_rows"),
-    *(f"hyper_backward.{name}" for name in ("_products", "_mix_backward", "_row_gradients", "_weight_gradients")),
+    *("hyper._products", "hyper._mix_backward", "hyper._row_gradients", "hyper._weight_gradients"),
 }
 
 

@@ -13,8 +13,6 @@ import triton.language as tl
 
 from dualres.ops import Norm, dispatch
 from dualres.ops import traffic as account
-from dualres.ops import triton as kernels
-from dualres.ops.arguments import HyperReadArguments, ReadArguments
 from dualres.residual.dar import Dual
 from dualres.residual.pathway import Place
 from tests.ops.meter import Inputs, Meter, Traffic, prepared, round_to_nearest, traffic
@@ -60,10 +58,10 @@ def test_traffic_of_each_op(op: str, sizes: dict[str, int], expected: Traffic):
 
 @pytest.mark.parametrize(("outputs", "sets"), [(2, 2), (2, 4), (1, 1)])
 def test_prefix_loads_every_element_of_the_history_once(outputs: int, sets: int):
-    history, *rest = Inputs(ODD).prefix(4, sets, outputs)
+    call = prepared("prefix", Inputs(ODD), states=4, sets=sets, outputs=outputs)
     with Meter(ODD) as meter:
-        kernels.prefix(history, *rest)
-    assert all((meter.loads_of(state) == 1).all() for state in history)
+        call()
+    assert all((meter.loads_of(state) == 1).all() for state in call.args[0].history)
 
 
 @pytest.mark.parametrize(("pairs", "width"), [(4, 4096), (8, 2048)])
@@ -74,8 +72,8 @@ def test_one_pass_serves_all_queries_of_wide_rows(pairs: int, width: int):
 @pytest.mark.parametrize(("op", "sizes", "expected"), PER_OP.values(), ids=PER_OP)
 def test_the_account_is_what_the_meter_counts(op: str, sizes: dict[str, int], expected: Traffic):
     """`dualres describe` goes by these formulas."""
-    packed = prepared(op, Inputs(ODD), **sizes).args
-    arguments = [x for a in packed for x in (a if isinstance(a, (ReadArguments, HyperReadArguments)) else [a])]
+    *incoming, packed, _ = prepared(op, Inputs(ODD), **sizes).args
+    arguments = [*incoming, *packed]
     moved = account.BY_OPERATOR[f"dualres::{op}"](*arguments)
     assert tuple(moved) == tuple(expected)
 
@@ -127,5 +125,7 @@ def test_round_to_nearest_is_what_torch_rounds_to():
 
 def seeded(op: str, sizes: dict[str, int]) -> list[torch.Tensor]:
     torch.manual_seed(0)
-    found = prepared(op, Inputs((1, 80, 40), torch.bfloat16), **sizes)()
-    return [found] if isinstance(found, torch.Tensor) else list(found)
+    call = prepared(op, Inputs((1, 80, 40), torch.bfloat16), **sizes)
+    call()
+    found = [x for value in call.args[-1] for x in (value if isinstance(value, list) else [value])]
+    return [x for x in found if x is not None]

@@ -5,13 +5,12 @@ import math
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from dualres.ops.arguments import HyperReadArguments
 from dualres.ops.cpu.compiler import compiled
-from dualres.ops.cpu.launch import LIKE, addresses, array, parallel_for, parts, tokenwise
-from dualres.ops.cpu.live import ABSENT, live_streams, norm_backward, sigmoid
+from dualres.ops.cpu.launch import LIKE, addresses, array, parallel_for, parallel_sums, tokenwise
+from dualres.ops.cpu.live import gate_backward, gate_value, live_streams, norm_backward
 from dualres.ops.cpu.rows import (
     add,
     add_rows,
@@ -28,29 +27,30 @@ from dualres.ops.cpu.rows import (
 )
 
 
-def hyper_read(arguments: HyperReadArguments) -> tuple[Tensor, Tensor]:
-    updates, coefficients = arguments.updates, arguments.coefficients
-    h, next_coefficients = (
-        torch.empty_like(updates[0]),
-        coefficients.new_empty(len(updates) + 1, *coefficients.shape[1:]),
-    )
-    inputs, after, tokens = _arrays(arguments), tokenwise(next_coefficients, 2), coefficients[0, 0].numel()
+def hyper_read(arguments: HyperReadArguments, results: list[Tensor]) -> None:
+    h, next_coefficients = results
+    inputs, after, tokens = _inputs(arguments), tokenwise(next_coefficients, 2), h[..., 0].numel()
     parallel_for(lambda part, first, last: _forward(first, last, inputs, h.data_ptr(), after), tokens)
-    return h, next_coefficients
 
 
-def _arrays(arguments: HyperReadArguments) -> tuple[Any, ...]:
-    """The arguments as compiled code takes them; the weights of a gate value are one row over all streams."""
+def _inputs(arguments: HyperReadArguments) -> tuple[Any, ...]:
+    """The arguments as compiled code takes them."""
+    update = arguments.updates[0]
+    numbers = (update.shape[-1], arguments.steps, arguments.eps, arguments.norm_eps)
+    return (*_arrays(arguments), *numbers, LIKE[update.dtype])
+
+
+def _arrays(tensors: HyperReadArguments) -> tuple[Any, ...]:
+    """The tensors of the arguments, or of their gradients, as compiled code takes them.
+
+    The weights of a gate value are one row over all streams.
+    """
+    gates = [array(gate.flatten(1) if gate.ndim == 3 else gate) for gate in tensors.gates]
     return (
-        addresses(arguments.updates),
-        tokenwise(arguments.coefficients, 2),
-        tuple(array(gate.flatten(1)) if gate.ndim == 3 else array(gate) for gate in arguments.gates),
-        ABSENT[1] if arguments.norm is None else array(arguments.norm),
-        arguments.updates[0].shape[-1],
-        arguments.steps,
-        arguments.eps,
-        arguments.norm_eps,
-        LIKE[arguments.updates[0].dtype],
+        addresses(tensors.updates),
+        tokenwise(tensors.coefficients, 2),
+        (tuple(gates[0:3]), tuple(gates[3:6]), tuple(gates[6:9])),
+        array(tensors.norm),
     )
 
 
@@ -109,25 +109,32 @@ def _sinkhorn_in_log_space(logits: Any, steps: int, trace: Any) -> None:
 
 
 @compiled
+def by_gate(values: Any, streams: int) -> Any:
+    """The values of H_pre, H_post and H_res. (G,) -> (J,), (J,), (J·J,)"""
+    return values[:streams], values[streams : 2 * streams], values[2 * streams :]
+
+
+@compiled
 def _gates(streams: Any, scale: Any, gates: Any, projected: Any, read_gate: Any, write_gate: Any, logits: Any) -> None:
     """H_pre, H_post and the logits of H_res from the streams (J·D,) of a token; stores the projections (G,)."""
-    pre, pre_scale, pre_bias, post, post_scale, post_bias, mixing, mixing_scale, mixing_bias = gates
+    pre, post, mixing = gates
     size = len(read_gate)
-    _project(projected[:size], pre, streams)
-    _project(projected[size : 2 * size], post, streams)
-    _project(projected[2 * size :], mixing, streams)
+    pre_projected, post_projected, mixing_projected = by_gate(projected, size)
+    _project(pre_projected, pre[0], streams)
+    _project(post_projected, post[0], streams)
+    _project(mixing_projected, mixing[0], streams)
     for j in range(size):
-        read_gate[j] = sigmoid(pre_scale[0] * scale * projected[j] + pre_bias[j])
-        write_gate[j] = 2 * sigmoid(post_scale[0] * scale * projected[size + j] + post_bias[j])
+        read_gate[j] = gate_value(pre, j, scale, pre_projected)
+        write_gate[j] = 2 * gate_value(post, j, scale, post_projected)
         for i in range(size):
             g = i * size + j
-            logits[i, j] = mixing_scale[0] * scale * projected[2 * size + g] + mixing_bias[g]
+            logits[i, j] = mixing[1][0] * scale * mixing_projected[g] + mixing[2][g]
 
 
 @compiled
 def _forward(first: int, last: int, inputs: Any, output: int, next_coefficients: Any) -> None:
     updates, coefficients, gates, norm, width, steps, eps, norm_eps, like = inputs
-    size, count = len(gates[0]), len(updates)
+    size, count = coefficients.shape[1], len(updates)
     live, row = np.empty((size, width), np.float32), np.empty(width, np.float32)
     streams = live.reshape(size * width)
     projected, logits = np.empty(size * (size + 2), np.float32), np.empty((size, size), np.float32)
@@ -152,20 +159,16 @@ def _forward(first: int, last: int, inputs: Any, output: int, next_coefficients:
         store(row_of(output, t, width, like), row)
 
 
-def hyper_read_backward(d_h: Tensor, d_next: Tensor, arguments: HyperReadArguments) -> list[Tensor]:
-    tokens, inputs = arguments.coefficients[0, 0].numel(), _arrays(arguments)
-    d_updates = [torch.empty_like(update) for update in arguments.updates]
-    d_coefficients = torch.empty_like(arguments.coefficients)
-    parameters = [*arguments.gates, *([] if arguments.norm is None else [arguments.norm])]
-    partial = [parameter.new_zeros(parts(tokens), *parameter.shape) for parameter in parameters]
-    rows = d_h.data_ptr(), tokenwise(d_next, 2), addresses(d_updates), tokenwise(d_coefficients, 2)
+def hyper_read_backward(
+    d_h: Tensor, d_next: Tensor, arguments: HyperReadArguments, gradients: HyperReadArguments
+) -> None:
+    inputs, d_after = _inputs(arguments), tokenwise(d_next, 2)
 
-    def work(part: int, first: int, last: int) -> None:
-        own = [array(d[part].flatten(1)) if d.ndim == 4 else array(d[part]) for d in partial]
-        _backward(first, last, inputs, rows, tuple(own[:9]), ABSENT[1] if arguments.norm is None else own[9])
+    def work(first: int, last: int, own: list[Any]) -> None:
+        *gates, norm = own
+        _backward(first, last, inputs, d_h.data_ptr(), d_after, _arrays(gradients._replace(gates=gates, norm=norm)))
 
-    parallel_for(work, tokens)
-    return [*d_updates, d_coefficients, *(d_parameter.sum(0) for d_parameter in partial)]
+    parallel_sums(work, d_h[..., 0].numel(), [*gradients.gates, gradients.norm])
 
 
 @compiled
@@ -189,16 +192,16 @@ def _sinkhorn_backward(trace: Any, d_matrix: Any) -> None:
 
 
 @compiled
-def _backward(first: int, last: int, inputs: Any, rows: Any, d_gates: Any, d_norm: Any) -> None:
+def _backward(first: int, last: int, inputs: Any, d_output: int, d_next: Any, gradients: Any) -> None:
     updates, coefficients, gates, norm, width, steps, eps, norm_eps, like = inputs
-    pre, pre_scale, _, post, post_scale, _, mixing, mixing_scale, _ = gates
-    d_output, d_next, d_updates, d_coefficients = rows
-    d_pre, d_pre_scale, d_pre_bias, d_post, d_post_scale, d_post_bias, d_mixing, d_mixing_scale, d_mixing_bias = d_gates
-    size, count = len(pre), len(updates)
+    d_updates, d_coefficients, d_gates, d_norm = gradients
+    (pre, post, mixing), (d_pre, d_post, d_mixing) = gates, d_gates
+    size, count = coefficients.shape[1], len(updates)
     live, d_live = np.empty((size, width), np.float32), np.empty((size, width), np.float32)
     streams, d_streams = live.reshape(size * width), d_live.reshape(size * width)
     row, gradient = np.empty(width, np.float32), np.empty(width, np.float32)
-    projected, de = np.empty((2, size * (size + 2)), np.float32)
+    projected = np.empty(size * (size + 2), np.float32)
+    de_pre, de_post, de_mixing = by_gate(projected, size)  # the projections, later their gradients
     logits = np.empty((size, size), np.float32)
     read_gate, write_gate = np.empty((2, size), np.float32)
     trace, d_matrix = np.empty((2 * steps, size, size), np.float64), np.empty((size, size), np.float64)
@@ -227,33 +230,23 @@ def _backward(first: int, last: int, inputs: Any, rows: Any, d_gates: Any, d_nor
         d_scale = np.float32(0)
         for j in range(size):
             dz = dot(gradient, live[j]) * read_gate[j] * (1 - read_gate[j])
-            d_pre_bias[j] += dz
-            d_pre_scale[0] += dz * scale * projected[j]
-            de[j] = dz * pre_scale[0] * scale
-            d_scale += dz * pre_scale[0] * projected[j]
+            d_scale += gate_backward(dz, j, pre, d_pre, scale, de_pre)
             dz = d_next[count, j, t] * write_gate[j] * (1 - write_gate[j] / 2)
-            d_post_bias[j] += dz
-            d_post_scale[0] += dz * scale * projected[size + j]
-            de[size + j] = dz * post_scale[0] * scale
-            d_scale += dz * post_scale[0] * projected[size + j]
+            d_scale += gate_backward(dz, j, post, d_post, scale, de_post)
         for g in range(size * size):
             dz = np.float32(d_matrix[g // size, g % size])
-            d_mixing_bias[g] += dz
-            d_mixing_scale[0] += dz * scale * projected[2 * size + g]
-            de[2 * size + g] = dz * mixing_scale[0] * scale
-            d_scale += dz * mixing_scale[0] * projected[2 * size + g]
+            d_scale += gate_backward(dz, g, mixing, d_mixing, scale, de_mixing)
         scaled(d_streams, norm_backward(d_scale, scale, len(streams)), streams)
-        add_rows(d_streams, de[:size], pre)
-        add_rows(d_streams, de[size : 2 * size], post)
-        add_rows(d_streams, de[2 * size :], mixing)
+        add_rows(d_streams, de_pre, pre[0])
+        add_rows(d_streams, de_post, post[0])
+        add_rows(d_streams, de_mixing, mixing[0])
         for j in range(size):
             add(d_live[j], read_gate[j], gradient)
-            add_to_two(d_pre[j], d_post[j], de[j], de[size + j], streams)
-        d_mixed = de[2 * size :]
+            add_to_two(d_pre[0][j], d_post[0][j], de_pre[j], de_post[j], streams)
         for g in range(0, size * size - 1, 2):
-            add_to_two(d_mixing[g], d_mixing[g + 1], d_mixed[g], d_mixed[g + 1], streams)
+            add_to_two(d_mixing[0][g], d_mixing[0][g + 1], de_mixing[g], de_mixing[g + 1], streams)
         if size % 2 == 1:
-            add(d_mixing[size * size - 1], d_mixed[size * size - 1], streams)
+            add(d_mixing[0][size * size - 1], de_mixing[size * size - 1], streams)
         for k in range(count):
             load(row, row_of(updates[k], t, width, like))
             for j in range(size):

@@ -29,6 +29,7 @@ LIKE = {
     torch.float16: np.empty(0, np.int16),
 }
 Array = np.ndarray[Any, Any]
+ABSENT = {axes: np.empty((0,) * axes, np.float32) for axes in (1, 2, 3)}  # in place of a tensor, by its axes
 
 
 def addresses(tensors: Sequence[Tensor]) -> Array:
@@ -43,16 +44,18 @@ def stream_addresses(tensors: Sequence[Tensor]) -> Array:
     return np.array([[begin + step * j for j in streams] for begin in map(Tensor.data_ptr, tensors)], np.int64)
 
 
-def array(tensor: Tensor) -> Array:
-    """A contiguous float32 tensor as an array, which must not outlive it.
+def array(tensor: Tensor | None, axes: int = 1) -> Array:
+    """A contiguous float32 tensor as an array, which must not outlive it; without a tensor an empty array of `axes`.
 
     `Tensor.numpy` would make its storage permanently non-resizable, and FSDP2 frees a parameter by resizing.
     """
-    return _floats(tensor.data_ptr(), tensor.shape)
+    return ABSENT[axes] if tensor is None else _floats(tensor.data_ptr(), tensor.shape)
 
 
-def tokenwise(tensor: Tensor, leading_axes: int) -> Array:
+def tokenwise(tensor: Tensor | None, leading_axes: int) -> Array:
     """`array` with the token axes, which follow `leading_axes` others, flattened. (…,B,T) -> (…,N)"""
+    if tensor is None:
+        return ABSENT[leading_axes + 1]
     shape = tensor.shape
     return _floats(tensor.data_ptr(), (*shape[:leading_axes], math.prod(shape[leading_axes:])))
 
@@ -98,6 +101,23 @@ def parallel_for(work: Callable[[int, int, int], object], tokens: int) -> None:
     openmp.GOMP_parallel(CALLBACK(run), None, count, 0)
     if failures:
         raise failures[0]
+
+
+def parallel_sums(
+    work: Callable[[int, int, list[Tensor | None]], object], tokens: int, sums: Sequence[Tensor | None]
+) -> None:
+    """`parallel_for` of work(first, last, own), which adds to its `own` zeros; their total over the parts is `sums`."""
+    count = parts(tokens)
+    if count == 1:
+        work(0, tokens, [None if total is None else total.zero_() for total in sums])
+        return
+    partial = [None if total is None else total.new_zeros(count, *total.shape) for total in sums]
+    parallel_for(
+        lambda part, first, last: work(first, last, [None if own is None else own[part] for own in partial]), tokens
+    )
+    for total, own in zip(sums, partial, strict=True):
+        if total is not None and own is not None:
+            torch.sum(own, 0, out=total)
 
 
 @functools.cache

@@ -8,12 +8,20 @@ import math
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from dualres.ops.arguments import ReadArguments
+from dualres.ops.arguments import ReadArguments, WriteArguments
 from dualres.ops.cpu.compiler import compiled
-from dualres.ops.cpu.launch import LIKE, addresses, array, parallel_for, parts, stream_addresses, tokenwise
+from dualres.ops.cpu.launch import (
+    ABSENT,
+    LIKE,
+    addresses,
+    array,
+    parallel_for,
+    parallel_sums,
+    stream_addresses,
+    tokenwise,
+)
 from dualres.ops.cpu.rows import (
     add,
     add_to_four,
@@ -34,32 +42,20 @@ from dualres.ops.cpu.rows import (
     two_dots,
 )
 
-ABSENT = {size: np.empty((0,) * size, np.float32) for size in (1, 2, 3)}
+
+def read(arguments: ReadArguments, results: list[Tensor]) -> None:
+    h, next_coefficients = results
+    inputs, after = _inputs(arguments), tokenwise(next_coefficients if arguments.gates else None, 2)
+    tokens = arguments.log_partition[0].numel()
+    parallel_for(lambda part, first, last: _read(first, last, inputs, h.data_ptr(), after), tokens)
 
 
-def read(arguments: ReadArguments) -> tuple[Tensor, Tensor]:
-    partition = arguments.log_partition
-    h = torch.empty_like(arguments.retrieved[0])
-    next_coefficients = (
-        partition.new_empty(len(arguments.updates) + 1, *partition.shape) if arguments.gates else partition.new_empty(0)
-    )
-    inputs, after = _arrays(arguments), tokenwise(next_coefficients, 2) if arguments.gates else ABSENT[3]
-    parallel_for(lambda part, first, last: _read(first, last, inputs, h.data_ptr(), after), partition[0].numel())
-    return h, next_coefficients
-
-
-def _arrays(arguments: ReadArguments) -> tuple[Any, ...]:
-    """The arguments as compiled code takes them; absent ones are empty arrays."""
+def _inputs(arguments: ReadArguments) -> tuple[Any, ...]:
+    """The arguments as compiled code takes them."""
     return (
-        stream_addresses([arguments.retrieved])[0],
-        tokenwise(arguments.log_partition, 1),
-        addresses(arguments.updates),
-        ABSENT[3] if arguments.coefficients is None else tokenwise(arguments.coefficients, 2),
-        ABSENT[2] if arguments.query is None else array(arguments.query),
+        *_arrays(arguments),
         np.array(arguments.key),
         np.array(arguments.value),
-        _pad_to_three([array(gate) for gate in arguments.gates]),
-        ABSENT[1] if arguments.norm is None else array(arguments.norm),
         arguments.retrieved.shape[-1],
         arguments.eps,
         arguments.norm_eps,
@@ -67,9 +63,19 @@ def _arrays(arguments: ReadArguments) -> tuple[Any, ...]:
     )
 
 
-def _pad_to_three(gates: list[Any]) -> tuple[Any, ...]:
-    """The weight, scale and bias of three gates, with empty arrays for absent ones."""
-    return (*gates, *[ABSENT[size] for size in (3, 1, 1)] * (3 - len(gates) // 3))
+def _arrays(tensors: ReadArguments) -> tuple[Any, ...]:
+    """The tensors of the arguments, or their gradients, as compiled code takes them; absent ones are empty arrays."""
+    gates = [array(parameter) for parameter in tensors.gates]
+    gates += [ABSENT[axes] for axes in (3, 1, 1)] * (3 - len(gates) // 3)
+    return (
+        stream_addresses([tensors.retrieved])[0],
+        tokenwise(tensors.log_partition, 1),
+        addresses(tensors.updates),
+        tokenwise(tensors.coefficients, 2),
+        array(tensors.query, 2),
+        (tuple(gates[0:3]), tuple(gates[3:6]), tuple(gates[6:9])),
+        array(tensors.norm),
+    )
 
 
 @compiled
@@ -89,6 +95,13 @@ def live_streams(live: Any, updates: Any, coefficients: Any, t: int, like: Any) 
 def sigmoid(x: Any) -> Any:
     """1 / (1 + e^−x)"""
     return np.float32(1 / (1 + math.exp(-x)))
+
+
+@compiled
+def gate_value(gate: Any, g: int, norm: Any, projected: Any) -> Any:
+    """σ(scale · norm · e + bias) of value g with e = Σ_j x^j·W^j. projected (G,)"""
+    _, scale, bias = gate
+    return sigmoid(scale[0] * norm * projected[g] + bias[g])
 
 
 @compiled
@@ -112,14 +125,15 @@ def _merge_and_gate(t: int, inputs: Any, live: Any, weights: Any, h: Any, projec
 
     h (2,D), projected (4,), gate_values 2 × (2,) -> the inverse norm of [h⁰; h¹]
     """
-    retrieved, _, _, _, _, _, value, gates, _, _, eps, _, like = inputs
-    alpha, alpha_scale, alpha_bias, beta, beta_scale, beta_bias, _, _, _ = gates
+    retrieved, _, _, _, _, (alpha, beta, _), _, _, value, _, eps, _, like = inputs
+    alpha_weight, beta_weight = alpha[0], beta[0]
     _, _, masses, rests = weights
     read_gate, write_gate = gate_values
     total = np.float32(0)
     projected[:] = 0
     for o in range(2):
-        row, four = row_of(retrieved[o], t, h.shape[1], like), (alpha[0, o], alpha[1, o], beta[0, o], beta[1, o])
+        row = row_of(retrieved[o], t, h.shape[1], like)
+        four = (alpha_weight[0, o], alpha_weight[1, o], beta_weight[0, o], beta_weight[1, o])
         square, a, b, c, e = blend_with_dots(h[o], masses[o], row, rests[o], live[value[o]], four)
         total += square
         projected[0] += a
@@ -128,31 +142,33 @@ def _merge_and_gate(t: int, inputs: Any, live: Any, weights: Any, h: Any, projec
         projected[3] += e
     scale = inverse_norm(total, h.size, eps)
     for o in range(2):
-        read_gate[o] = sigmoid(alpha_scale[0] * scale * projected[o] + alpha_bias[o])
-        write_gate[o] = 2 * sigmoid(beta_scale[0] * scale * projected[2 + o] + beta_bias[o])
+        read_gate[o] = gate_value(alpha, o, scale, projected[:2])
+        write_gate[o] = 2 * gate_value(beta, o, scale, projected[2:])
     return scale
 
 
 @compiled
-def _project(streams: Any, weight: Any) -> Any:
-    """Σ_j x^j·x^j and Σ_j x^j·W^j. (J,D), (J,D) -> 2 numbers"""
-    total, projected = np.float32(0), np.float32(0)
-    for j in range(len(streams)):
-        square, product = two_dots(streams[j], weight[j], streams[j])
+def _transport(live: Any, gate: Any, eps: float, projected: Any) -> Any:
+    """ρ of the live streams (J,D), and the inverse norm of [P⁰; P¹]; stores Σ_j P^j·W^j in `projected` (1,)."""
+    total = np.float32(0)
+    projected[0] = 0
+    for j in range(len(live)):
+        square, product = two_dots(live[j], gate[0][0, j], live[j])
         total += square
-        projected += product
-    return total, projected
+        projected[0] += product
+    norm = inverse_norm(total, live.size, eps)
+    return gate_value(gate, 0, norm, projected), norm
 
 
 @compiled
 def _read(first: int, last: int, inputs: Any, output: int, next_coefficients: Any) -> None:
-    retrieved, partition, updates, coefficients, queries, key, value, gates, norm, width, eps, norm_eps, like = inputs
-    _, _, _, _, _, _, rho, rho_scale, rho_bias = gates
+    retrieved, partition, updates, coefficients, queries, gates, norm, key, value, width, eps, norm_eps, like = inputs
+    alpha, _, rho = gates
     outputs, streams, count = len(retrieved), coefficients.shape[1], len(updates)
     live = np.zeros((streams if count > 0 else 2, width), np.float32)  # zeros without updates, with λ = 1
     h, mixed = np.empty((outputs, width), np.float32), np.empty(width, np.float32)
     weights, projected = np.empty((4, outputs), np.float32), np.empty(4, np.float32)
-    read_gate = np.empty(2, np.float32)
+    read_gate, rho_projected = np.empty(2, np.float32), np.empty(1, np.float32)
     _, _, masses, rests = weights
     for t in range(first, last):
         row = row_of(output, t, width, like)
@@ -160,15 +176,14 @@ def _read(first: int, last: int, inputs: Any, output: int, next_coefficients: An
         if count > 0:
             live_streams(live, updates, coefficients, t, like)
         _weigh(t, partition, live, queries, key, eps, weights)
-        if len(gates[0]) > 0:
+        if len(alpha[0]) > 0:
             _merge_and_gate(t, inputs, live, weights, h, projected, (read_gate, next_coefficients[count, :, t]))
             square = blend(result, read_gate[0], h[0], read_gate[1], h[1])
         else:
             retrieved_row = row_of(retrieved[0], t, width, like)
             square = blend(result, masses[0], retrieved_row, rests[0], live[value[0]])
-        if len(rho) > 0:
-            whole, product = _project(live, rho[0])
-            keep = sigmoid(rho_scale[0] * inverse_norm(whole, live.size, eps) * product + rho_bias[0])
+        if len(rho[0]) > 0:
+            keep, _ = _transport(live, rho, eps, rho_projected)
             for k in range(count):
                 for j in range(2):
                     next_coefficients[k, j, t] = keep * coefficients[k, j, t] + (1 - keep) * coefficients[k, 1 - j, t]
@@ -177,41 +192,30 @@ def _read(first: int, last: int, inputs: Any, output: int, next_coefficients: An
         finish(row, result)
 
 
-def read_backward(d_h: Tensor, d_next: Tensor, arguments: ReadArguments) -> list[Tensor]:
-    tokens, inputs = arguments.log_partition[0].numel(), _arrays(arguments)
-    d_retrieved, d_partition = torch.empty_like(arguments.retrieved), torch.empty_like(arguments.log_partition)
-    d_updates = [torch.empty_like(update) for update in arguments.updates]
-    learned = arguments.coefficients if arguments.gates else None
-    d_coefficients = None if learned is None else torch.empty_like(learned)
-    present = [parameter for parameter in (arguments.query, *arguments.gates, arguments.norm) if parameter is not None]
-    partial = [parameter.new_zeros(parts(tokens), *parameter.shape) for parameter in present]
-    rows = (
-        d_h.data_ptr(),
-        tokenwise(d_next, 2) if arguments.gates else ABSENT[3],
-        stream_addresses([d_retrieved])[0],
-        tokenwise(d_partition, 1),
-        addresses(d_updates),
-        ABSENT[3] if d_coefficients is None else tokenwise(d_coefficients, 2),
-    )
+def read_backward(d_h: Tensor, d_next: Tensor, arguments: ReadArguments, gradients: ReadArguments) -> None:
+    inputs, d_after = _inputs(arguments), tokenwise(d_next if arguments.gates else None, 2)
 
-    def work(part: int, first: int, last: int) -> None:
-        own = iter([array(d_parameter[part]) for d_parameter in partial])
-        d_queries = ABSENT[2] if arguments.query is None else next(own)
-        d_gates = _pad_to_three([next(own) for _ in arguments.gates])
-        d_norm = ABSENT[1] if arguments.norm is None else next(own)
-        _read_backward(first, last, inputs, rows, d_queries, d_gates, d_norm)
+    def work(first: int, last: int, own: list[Any]) -> None:
+        query, *gates, norm = own
+        outputs = _arrays(gradients._replace(query=query, gates=gates, norm=norm))
+        _read_backward(first, last, inputs, d_h.data_ptr(), d_after, outputs)
 
-    parallel_for(work, tokens)
-    live = [d_partition, *d_updates] if arguments.updates else []
-    if d_coefficients is not None:
-        live.append(d_coefficients)
-    return [d_retrieved, *live, *(d_parameter.sum(0) for d_parameter in partial)]
+    parallel_sums(work, d_h[..., 0].numel(), [gradients.query, *gradients.gates, gradients.norm])
 
 
 @compiled
-def gate_backward(dz: Any, scale: Any, norm: Any, projected: Any) -> Any:
-    """The gradients of e = Σ_j x^j·W^j, the scale and the norm through z = scale · norm · e + bias."""
-    return np.float32(dz * scale * norm), dz * norm * projected, dz * scale * projected
+def gate_backward(dz: Any, g: int, gate: Any, d_gate: Any, norm: Any, projected: Any) -> Any:
+    """Back through value g, z = scale · norm · e + bias: turns e into its gradient, adds to the scale's and the bias's.
+
+    -> the norm's gradient
+    """
+    _, scale, _ = gate
+    _, d_scale, d_bias = d_gate
+    e = projected[g]
+    d_bias[g] += dz
+    d_scale[0] += dz * norm * e
+    projected[g] = np.float32(dz * scale[0] * norm)
+    return dz * scale[0] * e
 
 
 @compiled
@@ -221,11 +225,12 @@ def norm_backward(d_norm: Any, norm: Any, size: int) -> Any:
 
 
 @compiled
-def _read_backward(first: int, last: int, inputs: Any, rows: Any, d_queries: Any, d_gates: Any, d_norm: Any) -> None:
-    retrieved, partition, updates, coefficients, queries, key, value, gates, norm, width, eps, norm_eps, like = inputs
-    alpha, alpha_scale, _, beta, beta_scale, _, rho, rho_scale, rho_bias = gates
-    d_output, d_next, d_retrieved, d_partition, d_updates, d_coefficients = rows
-    d_alpha, d_alpha_scale, d_alpha_bias, d_beta, d_beta_scale, d_beta_bias, d_rho, d_rho_scale, d_rho_bias = d_gates
+def _read_backward(first: int, last: int, inputs: Any, d_output: int, d_next: Any, gradients: Any) -> None:
+    retrieved, partition, updates, coefficients, queries, gates, norm, key, value, width, eps, norm_eps, like = inputs
+    d_retrieved, d_partition, d_updates, d_coefficients, d_queries, d_gates, d_norm = gradients
+    (alpha, beta, rho), (d_alpha, d_beta, d_rho) = gates, d_gates
+    alpha_weight, beta_weight, rho_weight = alpha[0], beta[0], rho[0]
+    d_alpha_weight, d_beta_weight, d_rho_weight = d_alpha[0], d_beta[0], d_rho[0]
     outputs, streams, count = len(retrieved), coefficients.shape[1], len(updates)
     live = np.zeros((streams if count > 0 else 2, width), np.float32)
     d_live = np.empty((streams, width), np.float32)
@@ -234,6 +239,7 @@ def _read_backward(first: int, last: int, inputs: Any, rows: Any, d_queries: Any
     weights, projected = np.empty((4, outputs), np.float32), np.empty(4, np.float32)
     scores, norms, masses, rests = weights
     read_gate, write_gate = np.empty((2, 2), np.float32)
+    rho_projected = np.zeros(1, np.float32)  # later its gradient
     slopes = np.empty(outputs, np.float32)  # the gradients of q·P
     valued, keyed = np.zeros((2, 2), np.float32)  # weights of d_h and of the queries in a live stream's gradient
     for t in range(first, last):
@@ -241,7 +247,7 @@ def _read_backward(first: int, last: int, inputs: Any, rows: Any, d_queries: Any
         if count > 0:
             live_streams(live, updates, coefficients, t, like)
         _weigh(t, partition, live, queries, key, eps, weights)
-        if len(alpha) > 0:
+        if len(alpha_weight) > 0:
             scale = _merge_and_gate(t, inputs, live, weights, h, projected, (read_gate, write_gate))
             square = blend(mixed, read_gate[0], h[0], read_gate[1], h[1])
             if len(norm) > 0:
@@ -249,20 +255,15 @@ def _read_backward(first: int, last: int, inputs: Any, rows: Any, d_queries: Any
             d_read_gate, d_scale = two_dots(h[0], h[1], gradient), np.float32(0)
             for o in range(2):
                 dz = d_read_gate[o] * read_gate[o] * (1 - read_gate[o])
-                d_alpha_bias[o] += dz
-                projected[o], ds, dm = gate_backward(dz, alpha_scale[0], scale, projected[o])
-                d_alpha_scale[0] += ds
-                d_scale += dm
+                d_scale += gate_backward(dz, o, alpha, d_alpha, scale, projected[:2])
                 dz = d_next[count, o, t] * write_gate[o] * (1 - write_gate[o] / 2)
-                d_beta_bias[o] += dz
-                projected[2 + o], ds, dm = gate_backward(dz, beta_scale[0], scale, projected[2 + o])
-                d_beta_scale[0] += ds
-                d_scale += dm
+                d_scale += gate_backward(dz, o, beta, d_beta, scale, projected[2:])
             shrink = norm_backward(d_scale, scale, h.size)
             a, b, c, e = projected  # by now the gradients of the projections
             for o in range(2):
-                add_to_four((d_alpha[0, o], d_alpha[1, o], d_beta[0, o], d_beta[1, o]), (a, b, c, e), h[o])
-                four = (alpha[0, o], alpha[1, o], beta[0, o], beta[1, o])
+                d_four = (d_alpha_weight[0, o], d_alpha_weight[1, o], d_beta_weight[0, o], d_beta_weight[1, o])
+                add_to_four(d_four, (a, b, c, e), h[o])
+                four = (alpha_weight[0, o], alpha_weight[1, o], beta_weight[0, o], beta_weight[1, o])
                 factors = (read_gate[o], shrink, a, b, c, e)
                 sum_of_six(d_h[o], factors, (gradient, h[o], *four))
         else:
@@ -279,21 +280,16 @@ def _read_backward(first: int, last: int, inputs: Any, rows: Any, d_queries: Any
                 d_partition[o, t] = -d_score
                 slopes[o] = d_score * norms[o]
                 add(d_queries[o], slopes[o], live[key[o]])
-        keep, d_projected, shrunk = np.float32(1), np.float32(0), np.float32(0)
-        if len(rho) > 0:
-            square, product = _project(live, rho[0])
-            whole = inverse_norm(square, live.size, eps)
-            keep = sigmoid(rho_scale[0] * whole * product + rho_bias[0])
+        keep, shrunk = np.float32(1), np.float32(0)
+        if len(rho_weight) > 0:
+            keep, whole = _transport(live, rho, eps, rho_projected)
             d_keep = np.float32(0)
             for k in range(count):
                 d_keep += (d_next[k, 0, t] - d_next[k, 1, t]) * (coefficients[k, 0, t] - coefficients[k, 1, t])
             dz = d_keep * keep * (1 - keep)
-            d_rho_bias[0] += dz
-            d_projected, ds, dm = gate_backward(dz, rho_scale[0], whole, product)
-            d_rho_scale[0] += ds
-            shrunk = norm_backward(dm, whole, live.size)
+            shrunk = norm_backward(gate_backward(dz, 0, rho, d_rho, whole, rho_projected), whole, live.size)
             for j in range(2):
-                add(d_rho[0, j], d_projected, live[j])
+                add(d_rho_weight[0, j], rho_projected[0], live[j])
         if count > 0:
             for j in range(streams):
                 itself = shrunk
@@ -301,10 +297,10 @@ def _read_backward(first: int, last: int, inputs: Any, rows: Any, d_queries: Any
                     valued[o] = rests[o] if value[o] == j else 0
                     keyed[o] = slopes[o] if key[o] == j else 0
                     itself -= np.float32(keyed[o] * scores[o] * norms[o] / width)
-                gate = rho[0, j] if len(rho) > 0 else live[j]
+                gate = rho_weight[0, j] if len(rho_weight) > 0 else live[j]
                 sum_of_six(
                     d_live[j],
-                    (valued[0], valued[1], keyed[0], keyed[1], itself, d_projected),
+                    (valued[0], valued[1], keyed[0], keyed[1], itself, rho_projected[0]),
                     (d_h[0], d_h[outputs - 1], queries[0], queries[outputs - 1], live[j], gate),
                 )
         for k in range(count):
@@ -317,23 +313,20 @@ def _read_backward(first: int, last: int, inputs: Any, rows: Any, d_queries: Any
                     d_coefficients[k, j, t] = carried + products[j]
 
 
-def write(updates: list[Tensor], coefficients: Tensor) -> Tensor:
-    first_update, tokens = updates[0], coefficients[0, 0].numel()
-    live = first_update.new_empty(coefficients.shape[1], *first_update.shape)
-    arguments = (
-        addresses(updates),
-        tokenwise(coefficients, 2),
-        stream_addresses([live])[0],
-        first_update.shape[-1],
-        LIKE[live.dtype],
-    )
-    parallel_for(lambda part, first, last: _write(first, last, arguments), tokens)
-    return live
+def write(arguments: WriteArguments, results: list[Tensor]) -> None:
+    (live,) = results
+    inputs = (*_live_arrays(arguments), stream_addresses([live])[0], live.shape[-1], LIKE[live.dtype])
+    parallel_for(lambda part, first, last: _write(first, last, inputs), live[0, ..., 0].numel())
+
+
+def _live_arrays(tensors: WriteArguments) -> tuple[Any, ...]:
+    """The arguments, or their gradients, as compiled code takes them."""
+    return addresses(tensors.updates), tokenwise(tensors.coefficients, 2)
 
 
 @compiled
-def _write(first: int, last: int, arguments: Any) -> None:
-    updates, coefficients, live, width, like = arguments
+def _write(first: int, last: int, inputs: Any) -> None:
+    updates, coefficients, live, width, like = inputs
     sums = np.empty((len(live), width), np.float32)
     for t in range(first, last):
         live_streams(sums, updates, coefficients, t, like)
@@ -341,26 +334,15 @@ def _write(first: int, last: int, arguments: Any) -> None:
             store(row_of(live[j], t, width, like), sums[j])
 
 
-def write_backward(d_live: Tensor, updates: list[Tensor], coefficients: Tensor) -> list[Tensor]:
-    tokens = coefficients[0, 0].numel()
-    d_updates = [torch.empty_like(d_live[0]) for _ in coefficients]
-    d_coefficients = torch.empty_like(coefficients if updates else coefficients[:0])
-    arguments = (
-        stream_addresses([d_live])[0],
-        addresses(updates),
-        tokenwise(coefficients, 2),
-        addresses(d_updates),
-        tokenwise(d_coefficients, 2),
-        d_live.shape[-1],
-        LIKE[d_live.dtype],
-    )
-    parallel_for(lambda part, first, last: _write_backward(first, last, arguments), tokens)
-    return [*d_updates, *([d_coefficients] if updates else [])]
+def write_backward(d_live: Tensor, arguments: WriteArguments, gradients: WriteArguments) -> None:
+    incoming = (stream_addresses([d_live])[0], d_live.shape[-1], LIKE[d_live.dtype])
+    inputs = (*_live_arrays(arguments), *_live_arrays(gradients), *incoming)
+    parallel_for(lambda part, first, last: _write_backward(first, last, inputs), d_live[0, ..., 0].numel())
 
 
 @compiled
-def _write_backward(first: int, last: int, arguments: Any) -> None:
-    d_live, updates, coefficients, d_updates, d_coefficients, width, like = arguments
+def _write_backward(first: int, last: int, inputs: Any) -> None:
+    updates, coefficients, d_updates, d_coefficients, d_live, width, like = inputs
     row, gradient = np.empty(width, np.float32), np.empty((len(d_live), width), np.float32)
     for t in range(first, last):
         for j in range(len(d_live)):

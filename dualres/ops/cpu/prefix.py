@@ -10,11 +10,11 @@ import math
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
+from dualres.ops.arguments import PrefixArguments, SavedPrefix
 from dualres.ops.cpu.compiler import compiled
-from dualres.ops.cpu.launch import LIKE, Array, array, parallel_for, parts, stream_addresses, tokenwise
+from dualres.ops.cpu.launch import LIKE, Array, array, parallel_for, parallel_sums, stream_addresses, tokenwise
 from dualres.ops.cpu.rows import (
     add_rows,
     add_rows_to_two,
@@ -30,13 +30,10 @@ from dualres.ops.cpu.rows import (
 )
 
 
-def prefix(history: list[Tensor], queries: Tensor, key: list[int], value: list[int], eps: float) -> list[Tensor]:
-    state, (sets, outputs, _) = history[0], queries.shape
-    tokens = state[0, ..., 0].numel()
-    retrieved = [state.new_empty(outputs, *state.shape[1:]) for _ in range(sets)]
-    partition = [queries.new_empty(outputs, *state.shape[1:-1]) for _ in range(sets)]
-    logits = queries.new_empty(len(history), sets, outputs, *state.shape[1:-1])
-    norms = queries.new_empty(len(history), *state.shape[:-1])
+def prefix(arguments: PrefixArguments, results: list[Tensor]) -> None:
+    history, queries, key, value, eps = arguments
+    state, sets = history[0], len(queries)
+    *_, logits, norms = results
     inputs = (
         stream_addresses(history),
         array(queries.flatten(0, 1)),
@@ -46,14 +43,13 @@ def prefix(history: list[Tensor], queries: Tensor, key: list[int], value: list[i
         eps,
         LIKE[state.dtype],
     )
-    results = (
-        stream_addresses(retrieved).ravel(),
-        stream_addresses(partition).ravel(),
+    outputs = (
+        stream_addresses(results[:sets]).ravel(),
+        stream_addresses(results[sets:-2]).ravel(),
         tokenwise(logits.flatten(1, 2), 2),
         tokenwise(norms, 2),
     )
-    parallel_for(lambda part, first, last: _forward(first, last, inputs, results), tokens)
-    return [*retrieved, *partition, logits, norms]
+    parallel_for(lambda part, first, last: _forward(first, last, inputs, outputs), norms[0, 0].numel())
 
 
 @functools.cache
@@ -134,22 +130,11 @@ def _forward(first: int, last: int, inputs: Any, results: Any) -> None:
 
 
 def prefix_backward(
-    d_retrieved: list[Tensor],
-    d_partition: list[Tensor],
-    history: list[Tensor],
-    queries: Tensor,
-    partition: list[Tensor],
-    logits: Tensor,
-    norms: Tensor,
-    key: list[int],
-    value: list[int],
-) -> list[Tensor]:
-    state, (sets, _, _) = history[0], queries.shape
-    tokens = state[0, ..., 0].numel()
-    d_history = [torch.empty_like(state) for state in history]
-    d_queries = queries.new_zeros(parts(tokens), *queries.shape)
-    partial = array(d_queries.flatten(1, 2))
-    arguments = (
+    d_retrieved: list[Tensor], d_partition: list[Tensor], saved: SavedPrefix, gradients: PrefixArguments
+) -> None:
+    history, queries, partition, logits, norms, key, value = saved
+    state, sets = history[0], len(queries)
+    inputs = (
         stream_addresses(d_retrieved).ravel(),
         stream_addresses(d_partition).ravel(),
         stream_addresses(history),
@@ -161,11 +146,14 @@ def prefix_backward(
         in_pairs(tuple(key), sets),
         by_stream(tuple(value), len(state), sets),
         terms_of_states(tuple(key), tuple(value), len(state), sets),
-        stream_addresses(d_history),
+        stream_addresses(gradients.history),
         LIKE[state.dtype],
     )
-    parallel_for(lambda part, first, last: _backward(first, last, arguments, partial[part]), tokens)
-    return [*d_history, d_queries.sum(0)]
+
+    def work(first: int, last: int, own: list[Any]) -> None:
+        _backward(first, last, inputs, array(own[0].flatten(0, 1)))
+
+    parallel_sums(work, norms[0, 0].numel(), [gradients.queries])
 
 
 @functools.cache

@@ -2,9 +2,13 @@
 
 All gates together are a thin matrix product, so tokens and their live streams are processed in tiles;
 h = Σ_j H_pre^j X^j = Σ_k w_k u_k with w_k = Σ_j H_pre^j C_k^j is then a sum over the updates.
+
+In the gradient, too, passes over the rows alternate with token-wise kernels: they recompute the gates and dh · u_k, go
+back through Sinkhorn to the gradient of every gate value, then compute row gradients by tiles and weight gradients by
+chunks of tokens.
 """
 # N tokens  D width  J streams  K updates  G gate values: J of H_pre, J of H_post, J·J of H_res
-# ruff: noqa: N803
+# ruff: noqa: N803, N806
 # mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator, assignment"
 
 from typing import Any, NamedTuple
@@ -14,9 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dualres.ops.arguments import HyperReadArguments
+from dualres.ops.arguments import HyperReadArguments, Live
 from dualres.ops.triton import tiles
-from dualres.ops.triton.launch import INTERPRETED, Tiling, launch, pointers, rows
+from dualres.ops.triton.launch import INTERPRETED, Shape, Tiling, launch, pointers, rows
 
 LANES = 128  # tokens per program of the kernels on token-wise numbers
 PADDING_LOGIT = tl.constexpr(-1e30)  # of entries that pad the matrix: finite, because −∞ − (−∞) is NaN
@@ -40,12 +44,23 @@ class Mixing(NamedTuple):
     potentials: Tensor | None  # the log column and row sums that each Sinkhorn step divided by (steps,2,J,N)
 
 
-def hyper_read(arguments: HyperReadArguments) -> tuple[Tensor, Tensor]:
-    updates, norm, mixing = arguments.updates, arguments.norm, mix(arguments, join(arguments.gates), keep=False)
-    h, tokens = torch.empty_like(updates[0]), mixing.scale.numel()
-    tiling = rows(tokens, h.shape[-1])
-    launch(_sum_rows, tiling, pointers(updates), mixing.weights, norm, h, tokens, len(updates), arguments.norm_eps)
-    return h, mixing.next_coefficients.view(len(updates) + 1, *arguments.coefficients.shape[1:])
+class Backward(NamedTuple):
+    """Token-wise numbers of the backward pass, all float32."""
+
+    products: Tensor  # dh · u_k (K,N)
+    normed: Tensor  # dh = normed[0] · w ⊙ dy − normed[1] · h (2,N)
+    pre: Tensor  # H_pre (J,N)
+    d_logits: Tensor  # dz (G,N)
+    factors: Tensor | None = None  # of W in dX, of X in dW (G,N)
+    shrinks: Tensor | None = None  # of X in dX, by its norm (N,)
+
+
+def hyper_read(arguments: HyperReadArguments, results: list[Tensor]) -> None:
+    h, next_coefficients = results
+    mixing = mix(arguments, join(arguments.gates), next_coefficients, keep=False)
+    tokens, count = mixing.scale.numel(), len(arguments.updates)
+    mixed = Live(pointers(arguments.updates), mixing.weights)
+    launch(_sum_rows, rows(tokens, h.shape[-1]), mixed, arguments.norm, h, tokens, count, arguments.norm_eps)
 
 
 def join(gates: list[Tensor]) -> Gates:
@@ -60,25 +75,19 @@ def matrix_tiles(tokens: int, gates: Gates) -> Tiling:
     large tiles."""
     values, streams, width = gates.weight.shape
     tile_tokens, tile_width, warps = (32, 64, 1) if INTERPRETED else (16, 32, 4 if streams <= 4 else 8)
-    constants = {
-        "STREAMS": streams,
-        "VALUES": values,
-        "PADDED": max(16, triton.next_power_of_2(values)),
-        "PRECISION": "ieee" if torch.version.hip else "tf32x3",  # float32 exactly, or as three products of tf32 parts
-        "D": width,
-        "TOKENS": tile_tokens,
-        "WIDTH": tile_width,
-    }
-    return Tiling((triton.cdiv(tokens, tile_tokens),), warps, constants)
+    precision = "ieee" if torch.version.hip else "tf32x3"  # float32 exactly, or as three products of tf32 parts
+    padded = max(16, triton.next_power_of_2(values))
+    shape = Shape(width, tile_tokens, tile_width, streams, values, padded, precision)
+    return Tiling((triton.cdiv(tokens, tile_tokens),), warps, shape)
 
 
 def lane_tiles(tokens: int, streams: int) -> Tiling:
     """Tiles for token-wise numbers, with one token per lane of a program."""
-    constants = {"STREAMS": streams, "PADDED": triton.next_power_of_2(streams), "LANES": LANES}
-    return Tiling((triton.cdiv(tokens, LANES),), 4, constants)
+    shape = Shape(D=1, TOKENS=LANES, WIDTH=1, STREAMS=streams, PADDED=triton.next_power_of_2(streams))
+    return Tiling((triton.cdiv(tokens, LANES),), 4, shape)
 
 
-def mix(arguments: HyperReadArguments, gates: Gates, keep: bool) -> Mixing:
+def mix(arguments: HyperReadArguments, gates: Gates, next_coefficients: Tensor, keep: bool) -> Mixing:
     """The gates of every token and its next coefficients; `keep` stores the potentials for a backward pass."""
     coefficients = arguments.coefficients
     count, streams = coefficients.shape[:2]
@@ -86,65 +95,40 @@ def mix(arguments: HyperReadArguments, gates: Gates, keep: bool) -> Mixing:
     mixing = Mixing(
         projected=new(len(gates.bias), tokens),
         scale=new(tokens),
-        next_coefficients=new(count + 1, streams, tokens),
+        next_coefficients=next_coefficients,
         weights=new(count, tokens),
         potentials=new(arguments.steps, 2, streams, tokens) if keep else None,
     )
-    launch(
-        _project,
-        matrix_tiles(tokens, gates),
-        pointers(arguments.updates),
-        coefficients,
-        gates.weight,
-        mixing.projected,
-        mixing.scale,
-        tokens,
-        count,
-        arguments.eps,
-    )
+    given, projections = Live(pointers(arguments.updates), coefficients), (mixing.projected, mixing.scale)
+    launch(_project, matrix_tiles(tokens, gates), given, gates.weight, projections, tokens, count, arguments.eps)
     launch(_mix, lane_tiles(tokens, streams), coefficients, gates, mixing, tokens, count, arguments.steps)
     return mixing
 
 
 @triton.jit(do_not_specialize=["tokens", "count"])
-def _project(
-    updates,
-    coefficients,
-    weight,
-    projected,
-    scales,
-    tokens: tl.int64,
-    count,
-    eps,
-    STREAMS: tl.constexpr,
-    VALUES: tl.constexpr,
-    PADDED: tl.constexpr,
-    PRECISION: tl.constexpr,
-    D: tl.constexpr,
-    TOKENS: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
+def _project(given, weight, projections, tokens: tl.int64, count, eps, SHAPE: tl.constexpr):
     """x W of all gate values, and the inverse norm of [X⁰; X¹; …]."""
-    token = tiles.tokens_of_program(TOKENS)
+    projected, scales = projections
+    token = tiles.tokens_of_program(SHAPE.TOKENS)
     present = token < tokens
-    value = tl.arange(0, PADDED)
-    total = tl.zeros([TOKENS, PADDED], tl.float32)
-    squares = tl.zeros([TOKENS], tl.float32)
-    for start in range(0, D, WIDTH):
-        column = start + tl.arange(0, WIDTH)
-        live = tiles.combine(updates, coefficients, count, tiles.tile_at(token, column, tokens, D), STREAMS)
-        for j in tl.static_range(STREAMS):
-            squares += tl.sum(live[j] * live[j], 1)
-            place = weight + (value[None, :] * STREAMS + j) * D + column[:, None]
-            part = tl.load(place, (value < VALUES)[None, :] & (column < D)[:, None], other=0.0)
-            total = tl.dot(live[j], part, total, input_precision=PRECISION)
-    tl.store(scales + token, tl.rsqrt(squares / (STREAMS * D) + eps), present)
+    value = tl.arange(0, SHAPE.PADDED)
+    total = tl.zeros([SHAPE.TOKENS, SHAPE.PADDED], tl.float32)
+    squares = tl.zeros([SHAPE.TOKENS], tl.float32)
+    for start in range(0, SHAPE.D, SHAPE.WIDTH):
+        column = start + tl.arange(0, SHAPE.WIDTH)
+        streams = tiles.combine(given, count, tiles.tile_at(token, column, tokens, SHAPE.D), SHAPE.STREAMS)
+        for j in tl.static_range(SHAPE.STREAMS):
+            squares += tl.sum(streams[j] * streams[j], 1)
+            place = weight + (value[None, :] * SHAPE.STREAMS + j) * SHAPE.D + column[:, None]
+            part = tl.load(place, (value < SHAPE.VALUES)[None, :] & (column < SHAPE.D)[:, None], other=0.0)
+            total = tl.dot(streams[j], part, total, input_precision=SHAPE.PRECISION)
+    tl.store(scales + token, tl.rsqrt(squares / (SHAPE.STREAMS * SHAPE.D) + eps), present)
     place = projected + value[None, :] * tokens + token[:, None]
-    tl.store(place, total, present[:, None] & (value < VALUES)[None, :])
+    tl.store(place, total, present[:, None] & (value < SHAPE.VALUES)[None, :])
 
 
 class Lanes(NamedTuple):
-    """The matrices of a program's tokens, (PADDED, PADDED, LANES): entries with i or j ≥ STREAMS are padding."""
+    """The matrices of a program's tokens, (PADDED, PADDED, TOKENS): entries with i or j ≥ STREAMS are padding."""
 
     tokens: Any  # N
     i: Any
@@ -157,13 +141,13 @@ class Lanes(NamedTuple):
 
 
 @triton.jit
-def lanes_of_program(mixing, tokens, STREAMS: tl.constexpr, PADDED: tl.constexpr, LANES: tl.constexpr):
-    i, j = tl.arange(0, PADDED)[:, None, None], tl.arange(0, PADDED)[None, :, None]
-    token = tiles.tokens_of_program(LANES)
+def lanes_of_program(mixing, tokens, SHAPE: tl.constexpr):
+    i, j = tl.arange(0, SHAPE.PADDED)[:, None, None], tl.arange(0, SHAPE.PADDED)[None, :, None]
+    token = tiles.tokens_of_program(SHAPE.TOKENS)
     present = token < tokens
     inverse = tl.load(mixing.scale + token, present, other=0.0)[None, None, :]
     token, present = token[None, None, :], present[None, None, :]
-    return Lanes(tokens, i, j, token, present, present & (i < STREAMS), present & (j < STREAMS), inverse)
+    return Lanes(tokens, i, j, token, present, present & (i < SHAPE.STREAMS), present & (j < SHAPE.STREAMS), inverse)
 
 
 @triton.jit
@@ -189,24 +173,15 @@ def _log_sum_exp(z, AXIS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["tokens", "count", "steps"])
-def _mix(
-    coefficients,
-    gates,
-    mixing,
-    tokens: tl.int64,
-    count,
-    steps,
-    STREAMS: tl.constexpr,
-    PADDED: tl.constexpr,
-    LANES: tl.constexpr,
-):
+def _mix(coefficients, gates, mixing, tokens: tl.int64, count, steps, SHAPE: tl.constexpr):
     """[H_res C, H_post] and Σ_j H_pre^j C^j. Sinkhorn by its potentials: log H_res = z − f_i − g_j, where the
     columns give g = lse_i(z − f), then the rows f = lse_j(z − g)."""
-    lanes = lanes_of_program(mixing, tokens, STREAMS, PADDED, LANES)
+    STREAMS: tl.constexpr = SHAPE.STREAMS
+    lanes = lanes_of_program(mixing, tokens, SHAPE)
     i, j, token, of_row, of_column = lanes.i, lanes.j, lanes.token, lanes.of_row, lanes.of_column
     z = mixing_logits(gates, mixing, lanes, STREAMS)
-    f = tl.zeros([PADDED, 1, LANES], tl.float32)
-    g = tl.zeros([1, PADDED, LANES], tl.float32)
+    f = tl.zeros([SHAPE.PADDED, 1, SHAPE.TOKENS], tl.float32)
+    g = tl.zeros([1, SHAPE.PADDED, SHAPE.TOKENS], tl.float32)
     for step in range(0, steps):
         g = _log_sum_exp(z - f, 0)
         f = _log_sum_exp(z - g, 1)
@@ -225,19 +200,172 @@ def _mix(
 
 
 @triton.jit(do_not_specialize=["tokens", "count"])
-def _sum_rows(
-    updates,
-    weights,
-    norm,
-    h,
-    tokens: tl.int64,
-    count,
-    norm_eps,
-    D: tl.constexpr,
-    TOKENS: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
+def _sum_rows(given, norm, h, tokens: tl.int64, count, norm_eps, SHAPE: tl.constexpr):
     """h = Norm(Σ_k w_k u_k)."""
-    tile = tiles.rows_of_program(tokens, D, TOKENS, WIDTH)
-    mixed = tiles.combine(updates, weights, count, tile, 1)
+    tile = tiles.rows_of_program(tokens, SHAPE)
+    mixed = tiles.combine(given, count, tile, 1)
     tiles.store_row(h, tile, tiles.norm_forward(mixed[0], norm, norm_eps, tile))
+
+
+def hyper_read_backward(
+    d_h: Tensor, d_next: Tensor, arguments: HyperReadArguments, gradients: HyperReadArguments
+) -> None:
+    coefficients, norm, gates = arguments.coefficients, arguments.norm, join(arguments.gates)
+    count, streams = coefficients.shape[:2]
+    mixing = mix(arguments, gates, torch.empty_like(d_next), keep=True)
+    tokens, width, new = mixing.scale.numel(), d_h.shape[-1], mixing.scale.new_empty
+    given = Live(pointers(arguments.updates), coefficients)
+    d_given = Live(pointers(gradients.updates), gradients.coefficients)
+    numbers = Backward(new(count, tokens), new(2, tokens), new(streams, tokens), torch.empty_like(mixing.projected))
+    mixed, tiling = given._replace(coefficients=mixing.weights), rows(tokens, width)
+    launch(_products, tiling, d_h, mixed, norm, numbers, tokens, count, arguments.norm_eps)
+    tiling, d_coefficients = lane_tiles(tokens, streams), (d_next, gradients.coefficients)
+    launch(_mix_backward, tiling, coefficients, d_coefficients, gates, mixing, numbers, tokens, count, arguments.steps)
+    factors = numbers.d_logits * mixing.scale * gates.scale[:, None]
+    shrinks = (factors * mixing.projected).sum(0) * mixing.scale.square() / (streams * width)
+    numbers = numbers._replace(factors=factors, shrinks=shrinks)
+    tiling, pairs = matrix_tiles(tokens, gates), triton.next_power_of_2(count * streams)
+    launch(_row_gradients, tiling, d_h, given, d_given, gates.weight, norm, numbers, tokens, count, PAIRS=pairs)
+    tiling = tiling.by_columns(tokens)
+    partial = new(tiling.grid[1], *gates.weight.shape)
+    partial_norm = None if norm is None else new(tiling.grid[1], width)
+    launch(_weight_gradients, tiling, d_h, given, numbers, partial, partial_norm, tokens, count, tiling.chunk)
+    sizes = [len(d_bias) for d_bias in gradients.gates[2::3]]
+    d_scales = (numbers.d_logits * mixing.scale * mixing.projected).split(sizes)
+    parts = zip(partial.split(sizes, 1), d_scales, numbers.d_logits.split(sizes), strict=True)
+    for n, (d_weight, d_scale, d_bias) in enumerate(parts):
+        torch.sum(d_weight, 0, out=gradients.gates[3 * n])
+        torch.sum(d_scale, (0, 1), out=gradients.gates[3 * n + 1][0])
+        torch.sum(d_bias, 1, out=gradients.gates[3 * n + 2])
+    if partial_norm is not None:
+        torch.sum(partial_norm, 0, out=gradients.norm)
+
+
+@triton.jit(do_not_specialize=["tokens", "count"])
+def _products(d_h, given, norm, numbers, tokens: tl.int64, count, norm_eps, SHAPE: tl.constexpr):
+    """dh · u_k, with dh before the branch's norm, and the two factors of `norm_backward`."""
+    tile = tiles.rows_of_program(tokens, SHAPE)
+    gradient = tiles.load_row(d_h, tile)
+    if norm is not None:
+        mixed = tiles.combine(given, count, tile, 1)
+        gradient, r, norm_shrink = tiles.norm_backward(gradient, mixed[0], norm, norm_eps, tile)
+        tiles.store_number(numbers.normed, 0, tile, r)
+        tiles.store_number(numbers.normed, 1, tile, norm_shrink)
+    for k in range(0, count):
+        product = tl.sum(gradient * tiles.load_row(tiles.pick(given.updates, k), tile), 1)
+        tiles.store_number(numbers.products, k, tile, product)
+
+
+@triton.jit(do_not_specialize=["tokens", "count", "steps"])
+def _mix_backward(coefficients, gradients, gates, mixing, numbers, tokens: tl.int64, count, steps, SHAPE: tl.constexpr):
+    """dz of every gate value, H_pre, and the part of dC through H_res C.
+
+    Half a Sinkhorn step, L' = L − lse(L), has dL = dL' − exp(L') Σ dL': it needs only L', computed from the potentials.
+    """
+    d_next, d_coefficients = gradients
+    STREAMS: tl.constexpr = SHAPE.STREAMS
+    lanes = lanes_of_program(mixing, tokens, SHAPE)
+    i, j, token, of_row, of_column = lanes.i, lanes.j, lanes.token, lanes.of_row, lanes.of_column
+    z = mixing_logits(gates, mixing, lanes, STREAMS)
+    last = mixing.potentials + (steps - 1) * 2 * STREAMS * tokens
+    g = tl.load(last + j * tokens + token, of_column, other=0.0)
+    f = tl.load(last + (STREAMS + i) * tokens + token, of_row, other=0.0)
+    matrix = tl.exp(z - f - g)
+    d_matrix = tl.zeros([SHAPE.PADDED, SHAPE.PADDED, SHAPE.TOKENS], tl.float32)
+    d_pre = tl.zeros([1, SHAPE.PADDED, SHAPE.TOKENS], tl.float32)
+    for k in range(0, count):
+        c = tl.load(coefficients + (k * STREAMS + j) * tokens + token, of_column, other=0.0)
+        d_moved = tl.load(d_next + (k * STREAMS + i) * tokens + token, of_row, other=0.0)
+        d_matrix += d_moved * c
+        d_pre += c * tl.load(numbers.products + k * tokens + token, lanes.present, other=0.0)
+        d_c = tl.sum(matrix * d_moved, 0, keep_dims=True)
+        tl.store(d_coefficients + (k * STREAMS + j) * tokens + token, d_c, of_column)
+    gate = tl.sigmoid(gate_logits(gates, mixing, j, lanes, of_column))
+    tl.store(numbers.pre + j * tokens + token, gate, of_column)
+    tl.store(numbers.d_logits + j * tokens + token, d_pre * gate * (1 - gate), of_column)
+    gate = tl.sigmoid(gate_logits(gates, mixing, STREAMS + j, lanes, of_column))
+    d_post = tl.load(d_next + (count * STREAMS + j) * tokens + token, of_column, other=0.0)
+    tl.store(numbers.d_logits + (STREAMS + j) * tokens + token, d_post * 2 * gate * (1 - gate), of_column)
+    d_z = d_matrix * matrix
+    for back in range(0, steps):
+        step = steps - 1 - back
+        d_z -= tl.exp(z - f - g) * tl.sum(d_z, 1, keep_dims=True)
+        before = mixing.potentials + (step - 1) * 2 * STREAMS * tokens
+        f = tl.load(before + (STREAMS + i) * tokens + token, of_row & (step > 0), other=0.0)
+        d_z -= tl.exp(z - f - g) * tl.sum(d_z, 0, keep_dims=True)
+        g = tl.load(before + j * tokens + token, of_column & (step > 0), other=0.0)
+    tl.store(numbers.d_logits + ((2 + i) * STREAMS + j) * tokens + token, d_z, of_row & (j < STREAMS))
+
+
+@triton.jit
+def _live_tile(given, pre, count, tile, STREAMS: tl.constexpr):
+    """The live streams X^j, H_pre^j, and their sum h before the norm."""
+    live = tiles.combine(given, count, tile, STREAMS)
+    weights, mixed = (), tl.zeros(tile.at.shape, tl.float32)
+    for j in tl.static_range(STREAMS):
+        weight = tiles.load_number(pre, j, tile)[:, None]
+        weights = weights + (weight,)
+        mixed += weight * live[j]
+    return live, weights, mixed
+
+
+@triton.jit(do_not_specialize=["tokens", "count"])
+def _row_gradients(
+    d_h, given, d_given, weight, norm, numbers, tokens: tl.int64, count, PAIRS: tl.constexpr, SHAPE: tl.constexpr
+):
+    """dX^j = H_pre^j dh + Σ_g factor_g W_g^j − shrink · X^j; du_k = Σ_j C_k^j dX^j; dC_k^j += u_k · dX^j."""
+    token = tiles.tokens_of_program(SHAPE.TOKENS)
+    present = token < tokens
+    value, pair = tl.arange(0, SHAPE.PADDED), tl.arange(0, PAIRS)
+    place = numbers.factors + value[None, :] * tokens + token[:, None]
+    factor = tl.load(place, present[:, None] & (value < SHAPE.VALUES)[None, :], other=0.0)
+    shrink = tl.load(numbers.shrinks + token, present, other=0.0)[:, None]
+    d_pairs = tl.zeros([SHAPE.TOKENS, PAIRS], tl.float32)
+    for start in range(0, SHAPE.D, SHAPE.WIDTH):
+        column = start + tl.arange(0, SHAPE.WIDTH)
+        tile = tiles.tile_at(token, column, tokens, SHAPE.D)
+        live, weights, mixed = _live_tile(given, numbers.pre, count, tile, SHAPE.STREAMS)
+        gradient = tiles.load_row(d_h, tile)
+        if norm is not None:
+            r = tiles.load_number(numbers.normed, 0, tile)[:, None]
+            norm_shrink = tiles.load_number(numbers.normed, 1, tile)[:, None]
+            gradient = r * tiles.parameter(norm, tile) * gradient - norm_shrink * mixed
+        d_live = ()
+        for j in tl.static_range(SHAPE.STREAMS):
+            weight_at = weight + (value[:, None] * SHAPE.STREAMS + j) * SHAPE.D + column[None, :]
+            part = tl.load(weight_at, (value < SHAPE.VALUES)[:, None] & (column < SHAPE.D)[None, :], other=0.0)
+            through_gates = tl.dot(factor, part, input_precision=SHAPE.PRECISION)
+            d_live = d_live + (weights[j] * gradient + through_gates - shrink * live[j],)
+        for k in range(0, count):
+            d_weights = tiles.combine_backward(d_live, given, d_given, k, tile)
+            for j in tl.static_range(SHAPE.STREAMS):
+                d_pairs += tl.where(pair[None, :] == k * SHAPE.STREAMS + j, d_weights[j][:, None], 0.0)
+    place = d_given.coefficients + pair[None, :] * tokens + token[:, None]
+    known = present[:, None] & (pair < count * SHAPE.STREAMS)[None, :]
+    tl.store(place, tl.load(place, known, other=0.0) + d_pairs, known)
+
+
+@triton.jit(do_not_specialize=["tokens", "count", "chunk"])
+def _weight_gradients(d_h, given, numbers, partial, partial_norm, tokens: tl.int64, count, chunk, SHAPE: tl.constexpr):
+    """The chunk's part of dW_g^j = Σ_n factor_g X^j, and of the norm's dw = Σ_n dy ⊙ h r."""
+    column = tl.program_id(0) * SHAPE.WIDTH + tl.arange(0, SHAPE.WIDTH)
+    part = tl.program_id(1).to(tl.int64)
+    value = tl.arange(0, SHAPE.PADDED)
+    sums = tiles.zeros(SHAPE.STREAMS, (SHAPE.PADDED, SHAPE.WIDTH))
+    d_norm = tl.zeros([SHAPE.TOKENS, SHAPE.WIDTH], tl.float32)
+    for start in range(part * chunk, tl.minimum((part + 1) * chunk, tokens), SHAPE.TOKENS):
+        tile = tiles.tile_at(start + tl.arange(0, SHAPE.TOKENS), column, tokens, SHAPE.D)
+        live, _, mixed = _live_tile(given, numbers.pre, count, tile, SHAPE.STREAMS)
+        place = numbers.factors + value[:, None] * tokens + tile.token[None, :]
+        factor = tl.load(place, (value < SHAPE.VALUES)[:, None] & tile.present[None, :], other=0.0)
+        terms = ()
+        for j in tl.static_range(SHAPE.STREAMS):
+            terms = terms + (tl.dot(factor, live[j], input_precision=SHAPE.PRECISION),)
+        sums = tiles.added(sums, terms)
+        if partial_norm is not None:
+            d_norm += tiles.load_number(numbers.normed, 0, tile)[:, None] * mixed * tiles.load_row(d_h, tile)
+    for j in tl.static_range(SHAPE.STREAMS):
+        place = partial + ((part * SHAPE.VALUES + value[:, None]) * SHAPE.STREAMS + j) * SHAPE.D + column[None, :]
+        tl.store(place, sums[j], (value < SHAPE.VALUES)[:, None] & (column < SHAPE.D)[None, :])
+    if partial_norm is not None:
+        tiles.store_sums(partial_norm, (d_norm,), column, SHAPE.D)

@@ -7,127 +7,75 @@ outputs × padded width exceeds `REGISTERS`, groups of query sets run one after 
 # ruff: noqa: N803, N806
 # mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator, assignment"
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from dualres.ops.arguments import PrefixArguments, SavedPrefix
 from dualres.ops.triton import tiles
-from dualres.ops.triton.launch import columns, launch, pointers, rows
+from dualres.ops.triton.launch import columns, launch, pointers, route, rows
 
 REGISTERS = 16384  # float32 accumulators that 16 warps hold besides the rows they work on
 
 
-def prefix(history: list[Tensor], queries: Tensor, key: list[int], value: list[int], eps: float) -> list[Tensor]:
-    state, (sets, outputs, width) = history[0], queries.shape
-    streams, *shape = state.shape[:-1]
-    retrieved = [state.new_empty(outputs, *shape, width) for _ in range(sets)]
-    partition = [queries.new_empty(outputs, *shape) for _ in range(sets)]
-    logits = queries.new_empty(len(history), sets, outputs, *shape)
-    norms = queries.new_empty(len(history), streams, *shape)
-    tokens = norms[0, 0].numel()
-    group = group_size(sets, outputs, width)
-    tiling = rows(tokens, width, group * outputs)
+class Softmax(NamedTuple):
+    """What the gradients of the history and the queries need of the softmax over depth."""
+
+    weights: Tensor  # p (R,U,O,B,T)
+    d_scores: Tensor  # da · rstd (R,U,O,B,T)
+    shrinks: Tensor  # each stream's factor in its gradient through its norm, Σ da · a · rstd² / D (R,J,B,T)
+
+
+def prefix(arguments: PrefixArguments, results: list[Tensor]) -> None:
+    history, queries, _, _, eps = arguments
+    sets, outputs, width = queries.shape
+    *_, logits, norms = results
+    tokens, group = norms[0, 0].numel(), group_size(sets, outputs, width)
+    tiling = rows(tokens, width, group * outputs, len(history[0]))
     for first in range(0, sets, group):
         chosen = slice(first, first + group)
-        launch(
-            _prefix,
-            tiling,
-            pointers(history),
-            queries[chosen],
-            tuple(retrieved[chosen]),
-            tuple(partition[chosen]),
-            logits[:, chosen],
-            norms,
-            tokens,
-            len(history),
-            sets * outputs,
-            eps,
-            KEY=tuple(key),
-            VALUE=tuple(value),
-            STREAMS=streams,
-        )
-    return [*retrieved, *partition, logits, norms]
+        own = (tuple(results[:sets][chosen]), tuple(results[sets:-2][chosen]), logits[:, chosen], norms)
+        numbers = (tokens, len(history), sets * outputs, eps)
+        launch(_prefix, tiling, pointers(history), queries[chosen], own, *numbers, **route(arguments))
 
 
 def prefix_backward(
-    d_retrieved: list[Tensor],
-    d_partition: list[Tensor],
-    history: list[Tensor],
-    queries: Tensor,
-    partition: list[Tensor],
-    logits: Tensor,
-    norms: Tensor,
-    key: list[int],
-    value: list[int],
-) -> list[Tensor]:
+    d_retrieved: list[Tensor], d_partition: list[Tensor], saved: SavedPrefix, gradients: PrefixArguments
+) -> None:
     """`autograd.prefix_backward`: one pass over the history for d h̃ · v, token-wise algebra, one for the gradients."""
-    sets, outputs, width = queries.shape
-    streams, tokens = len(history[0]), norms[0, 0].numel()
-    products = torch.empty_like(logits)  # (R,U,O,B,T)
+    sets, outputs, width = saved.queries.shape
+    states, streams, tokens = len(saved.history), len(saved.history[0]), saved.norms[0, 0].numel()
+    history, products = pointers(saved.history), torch.empty_like(saved.logits)  # (R,U,O,B,T)
     group = group_size(sets, outputs, width)
-    tiling = rows(tokens, width, group * outputs)
+    tiling = rows(tokens, width, group * outputs, streams)
     for first in range(0, sets, group):
-        chosen = slice(first, first + group)
-        launch(
-            _products,
-            tiling,
-            pointers(history),
-            tuple(d_retrieved[chosen]),
-            products[:, chosen],
-            tokens,
-            len(history),
-            sets * outputs,
-            VALUE=tuple(value),
-            STREAMS=streams,
-        )
-    weights, d_scores, shrinks = _softmax_backward(products, d_partition, partition, logits, norms, key, width)
-    d_history = [torch.empty_like(state) for state in history]
-    tiling = columns(tokens, width, 2 * sets * outputs)
-    partial = queries.new_empty(tiling.grid[1], *queries.shape)  # (chunks,U,O,D)
-    launch(
-        _prefix_backward,
-        tiling,
-        pointers(history),
-        pointers(d_history),
-        tuple(d_retrieved),
-        queries,
-        weights,
-        d_scores,
-        shrinks,
-        partial,
-        tokens,
-        len(history),
-        tiling.chunk,
-        KEY=tuple(key),
-        VALUE=tuple(value),
-        STREAMS=streams,
-    )
-    return [*d_history, partial.sum(0)]
+        own = (tuple(d_retrieved[first : first + group]), products[:, first : first + group])
+        launch(_products, tiling, history, *own, tokens, states, sets * outputs, VALUE=tuple(saved.value))
+    softmax = _softmax_backward(products, d_partition, saved, width)
+    tiling = columns(tokens, width, 2 * sets * outputs, streams)
+    partial = saved.queries.new_empty(tiling.grid[1], *saved.queries.shape)  # (chunks,U,O,D)
+    inputs = (history, saved.queries, tuple(d_retrieved), softmax)
+    results = (pointers(gradients.history), partial)
+    launch(_prefix_backward, tiling, inputs, results, tokens, states, tiling.chunk, **route(saved))
+    torch.sum(partial, 0, out=gradients.queries)
 
 
-def _softmax_backward(
-    products: Tensor,
-    d_partition: list[Tensor],
-    partition: list[Tensor],
-    logits: Tensor,
-    norms: Tensor,
-    key: list[int],
-    width: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """p, da · rstd, and each stream's factor in its gradient through its norm, Σ da · a · rstd² / D, all per token.
-
-    da = p (dp − Σ_r p_r dp_r + dζ). The sum is over the products: h̃ would bring its rounding error into dq. The product
-    of the largest weight is subtracted first: dp − Σ p dp would lose its digits where one weight is nearly 1.
+def _softmax_backward(products: Tensor, d_partition: list[Tensor], saved: SavedPrefix, width: int) -> Softmax:
+    """da = p (dp − Σ_r p_r dp_r + dζ). The sum is over the products: h̃ would bring its rounding error into dq. The
+    product of the largest weight is subtracted first: dp − Σ p dp would lose its digits where one weight is nearly 1.
     """
-    weights = torch.exp(logits - torch.stack(partition))  # (R,U,O,B,T)
+    logits, norms, key = saved.logits, saved.norms, saved.key
+    weights = torch.exp(logits - torch.stack(saved.log_partition))  # (R,U,O,B,T)
     products = products - products.gather(0, logits.argmax(0, keepdim=True))
     d_logits = weights * (products - (weights * products).sum(0) + torch.stack(d_partition))
     d_scores = d_logits * norms[:, key].unsqueeze(1)
     shrinks = torch.zeros_like(norms)  # (R,J,B,T)
     for shrink, k in zip((d_scores * logits).sum(1).unbind(1), key, strict=True):
         shrinks[:, k] += shrink * norms[:, k] / width
-    return weights, d_scores, shrinks
+    return Softmax(weights, d_scores, shrinks)
 
 
 def group_size(sets: int, outputs: int, width: int) -> int:
@@ -149,42 +97,37 @@ def _load_sets(retrieved, tile, OUTPUTS: tl.constexpr):
 def _prefix(
     history,
     queries,
-    retrieved,
-    partition,
-    logits,
-    norms,
+    results,
     tokens: tl.int64,
     states,
     pairs,  # U·O of all query sets, of which this launch may compute only some
     eps,
     KEY: tl.constexpr,
     VALUE: tl.constexpr,
-    STREAMS: tl.constexpr,
-    D: tl.constexpr,
-    TOKENS: tl.constexpr,
-    WIDTH: tl.constexpr,
+    SHAPE: tl.constexpr,
 ):
     """ã = (q·v) · rstd(v); h̃ = Σ_r softmax_r(ã) v_r by the online softmax."""
+    retrieved, partition, logits, norms = results
     OUTPUTS: tl.constexpr = len(KEY)
     PAIRS: tl.constexpr = len(retrieved) * OUTPUTS
-    tile = tiles.rows_of_program(tokens, D, TOKENS, WIDTH)
-    sums = tiles.zeros(PAIRS, (TOKENS, WIDTH))
-    largest, mass = (), tiles.zeros(PAIRS, (TOKENS,))
+    tile = tiles.rows_of_program(tokens, SHAPE)
+    sums = tiles.zeros(PAIRS, (SHAPE.TOKENS, SHAPE.WIDTH))
+    largest, mass = (), tiles.zeros(PAIRS, (SHAPE.TOKENS,))
     for _ in tl.static_range(PAIRS):
-        largest = largest + (tl.full([TOKENS], float("-inf"), tl.float32),)
-    ahead = tiles.load_streams(history[0], tile, STREAMS)
+        largest = largest + (tl.full([SHAPE.TOKENS], float("-inf"), tl.float32),)
+    ahead = tiles.load_streams(history[0], tile, SHAPE.STREAMS)
     for r in range(0, states):
         now = ahead  # the next state is loaded while this one is processed
-        ahead = tiles.load_streams(tiles.pick(history, r + 1), tile, STREAMS, r + 1 < states)
+        ahead = tiles.load_streams(tiles.pick(history, r + 1), tile, SHAPE.STREAMS, r + 1 < states)
         streams, scales = (), ()
-        for j in tl.static_range(STREAMS):
+        for j in tl.static_range(SHAPE.STREAMS):
             stream = now[j].to(tl.float32)
-            scale = tiles.inverse_rms((stream,), eps, D)
-            tiles.store_number(norms, r * STREAMS + j, tile, scale)
+            scale = tiles.inverse_rms((stream,), eps, SHAPE.D)
+            tiles.store_number(norms, r * SHAPE.STREAMS + j, tile, scale)
             streams, scales = streams + (stream,), scales + (scale,)
         new_sums, new_largest, new_mass = (), (), ()
         for n in tl.static_range(PAIRS):
-            query = tiles.parameter(queries + n * D, tile)
+            query = tiles.parameter(queries + n * SHAPE.D, tile)
             logit = tl.sum(streams[KEY[n % OUTPUTS]] * query, 1) * scales[KEY[n % OUTPUTS]]
             tiles.store_number(logits, r * pairs + n, tile, logit)
             top = tl.maximum(largest[n], logit)
@@ -193,31 +136,21 @@ def _prefix(
             new_largest, new_mass = new_largest + (top,), new_mass + (mass[n] * kept + weight,)
         sums, largest, mass = new_sums, new_largest, new_mass
     for n in tl.static_range(PAIRS):
-        tiles.store_row(retrieved[n // OUTPUTS] + (n % OUTPUTS) * tokens * D, tile, sums[n] / mass[n][:, None])
+        tiles.store_row(retrieved[n // OUTPUTS] + (n % OUTPUTS) * tokens * SHAPE.D, tile, sums[n] / mass[n][:, None])
         tiles.store_number(partition[n // OUTPUTS], n % OUTPUTS, tile, largest[n] + tl.log(mass[n]))
 
 
 @triton.jit(do_not_specialize=["tokens", "states", "pairs"])
 def _products(
-    history,
-    d_retrieved,
-    products,
-    tokens: tl.int64,
-    states,
-    pairs,
-    VALUE: tl.constexpr,
-    STREAMS: tl.constexpr,
-    D: tl.constexpr,
-    TOKENS: tl.constexpr,
-    WIDTH: tl.constexpr,
+    history, d_retrieved, products, tokens: tl.int64, states, pairs, VALUE: tl.constexpr, SHAPE: tl.constexpr
 ):
     """dp_r = d h̃ · v_r."""
-    tile = tiles.rows_of_program(tokens, D, TOKENS, WIDTH)
+    tile = tiles.rows_of_program(tokens, SHAPE)
     gradients = _load_sets(d_retrieved, tile, len(VALUE))
-    ahead = tiles.load_streams(history[0], tile, STREAMS)
+    ahead = tiles.load_streams(history[0], tile, SHAPE.STREAMS)
     for r in range(0, states):
         now = ahead  # the next state is loaded while this one is processed
-        ahead = tiles.load_streams(tiles.pick(history, r + 1), tile, STREAMS, r + 1 < states)
+        ahead = tiles.load_streams(tiles.pick(history, r + 1), tile, SHAPE.STREAMS, r + 1 < states)
         for n in tl.static_range(len(gradients)):
             product = tl.sum(gradients[n].to(tl.float32) * now[VALUE[n % len(VALUE)]].to(tl.float32), 1)
             tiles.store_number(products, r * pairs + n, tile, product)
@@ -225,50 +158,36 @@ def _products(
 
 @triton.jit(do_not_specialize=["tokens", "states", "chunk"])
 def _prefix_backward(
-    history,
-    d_history,
-    d_retrieved,
-    queries,
-    weights,
-    d_scores,
-    shrinks,
-    partial,
-    tokens: tl.int64,
-    states,
-    chunk,
-    KEY: tl.constexpr,
-    VALUE: tl.constexpr,
-    STREAMS: tl.constexpr,
-    D: tl.constexpr,
-    TOKENS: tl.constexpr,
-    WIDTH: tl.constexpr,
+    inputs, results, tokens: tl.int64, states, chunk, KEY: tl.constexpr, VALUE: tl.constexpr, SHAPE: tl.constexpr
 ):
     """dv = Σ p dh̃ + Σ (da rstd) q − shrink · v, and the chunk's part of dq = Σ (da rstd) v."""
+    history, queries, d_retrieved, softmax = inputs
+    d_history, partial = results
     OUTPUTS: tl.constexpr = len(KEY)
     PAIRS: tl.constexpr = len(d_retrieved) * OUTPUTS
-    column = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+    column = tl.program_id(0) * SHAPE.WIDTH + tl.arange(0, SHAPE.WIDTH)
     first = tl.program_id(1).to(tl.int64) * chunk
-    d_queries = tiles.zeros(PAIRS, (TOKENS, WIDTH))
-    for start in range(first, tl.minimum(first + chunk, tokens), TOKENS):
-        tile = tiles.tile_at(start + tl.arange(0, TOKENS), column, tokens, D)
+    d_queries = tiles.zeros(PAIRS, (SHAPE.TOKENS, SHAPE.WIDTH))
+    for start in range(first, tl.minimum(first + chunk, tokens), SHAPE.TOKENS):
+        tile = tiles.tile_at(start + tl.arange(0, SHAPE.TOKENS), column, tokens, SHAPE.D)
         gradients = _load_sets(d_retrieved, tile, OUTPUTS)
         for r in range(0, states):
             d_state = tiles.pick(d_history, r)
-            streams = tiles.load_streams(tiles.pick(history, r), tile, STREAMS)
+            streams = tiles.load_streams(tiles.pick(history, r), tile, SHAPE.STREAMS)
             scored, terms = (), ()
             for n in tl.static_range(PAIRS):
-                d_score = tiles.load_number(d_scores, r * PAIRS + n, tile)[:, None]
+                d_score = tiles.load_number(softmax.d_scores, r * PAIRS + n, tile)[:, None]
                 scored = scored + (d_score,)
                 terms = terms + (d_score * streams[KEY[n % OUTPUTS]].to(tl.float32),)
             d_queries = tiles.added(d_queries, terms)
-            for j in tl.static_range(STREAMS):
-                shrink = tiles.load_number(shrinks, r * STREAMS + j, tile)[:, None]
+            for j in tl.static_range(SHAPE.STREAMS):
+                shrink = tiles.load_number(softmax.shrinks, r * SHAPE.STREAMS + j, tile)[:, None]
                 d_stream = -shrink * streams[j].to(tl.float32)
                 for n in tl.static_range(PAIRS):
                     if KEY[n % OUTPUTS] == j:
-                        d_stream += scored[n] * tiles.parameter(queries + n * D, tile)
+                        d_stream += scored[n] * tiles.parameter(queries + n * SHAPE.D, tile)
                     if VALUE[n % OUTPUTS] == j:
-                        weight = tiles.load_number(weights, r * PAIRS + n, tile)[:, None]
+                        weight = tiles.load_number(softmax.weights, r * PAIRS + n, tile)[:, None]
                         d_stream += weight * gradients[n].to(tl.float32)
-                tiles.store_row(d_state + j * tokens * D, tile, d_stream)
-    tiles.store_sums(partial, d_queries, column, D)
+                tiles.store_row(d_state + j * tokens * SHAPE.D, tile, d_stream)
+    tiles.store_sums(partial, d_queries, column, SHAPE.D)

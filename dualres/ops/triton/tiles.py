@@ -35,9 +35,9 @@ def tile_at(token, column, tokens, D: tl.constexpr):
 
 
 @triton.jit
-def rows_of_program(tokens, D: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr):
+def rows_of_program(tokens, SHAPE: tl.constexpr):
     """The tile of a program that owns whole rows."""
-    return tile_at(tokens_of_program(TOKENS), tl.arange(0, WIDTH), tokens, D)
+    return tile_at(tokens_of_program(SHAPE.TOKENS), tl.arange(0, SHAPE.WIDTH), tokens, SHAPE.D)
 
 
 @triton.jit
@@ -139,29 +139,29 @@ def store_sums(partial, sums, column, D: tl.constexpr):
 
 
 @triton.jit
-def combine(updates, coefficients, count, tile, STREAMS: tl.constexpr):
-    """P^j = Σ_k C_k^j u_k with coefficients (K,J,N), a tuple over j; () without streams."""
+def combine(given, count, tile, STREAMS: tl.constexpr):
+    """P^j = Σ_k C_k^j u_k with the given updates and coefficients (K,J,N), a tuple over j; () without streams."""
     live = zeros(STREAMS, tile.at.shape)
     if STREAMS > 0:
         for k in tl.range(0, count, num_stages=2):
-            update = load_row(pick(updates, k), tile)
+            update = load_row(pick(given.updates, k), tile)
             terms = ()
             for j in tl.static_range(STREAMS):
-                terms = terms + (load_number(coefficients, k * STREAMS + j, tile)[:, None] * update,)
+                terms = terms + (load_number(given.coefficients, k * STREAMS + j, tile)[:, None] * update,)
             live = added(live, terms)
     return live
 
 
 @triton.jit
-def combine_backward(d_live, updates, d_updates, coefficients, k, tile):
-    """Back through the term of u_k: stores du_k = Σ_j C_k^j dP^j. -> dC_k^j = u_k · dP^j, over j; () without u"""
+def combine_backward(d_live, given, gradients, k, tile):
+    """Back through the term of u_k: stores du_k = Σ_j C_k^j dP^j. -> dC_k^j = u_k · dP^j, over j; () if constant"""
     d_update = tl.zeros(tile.at.shape, tl.float32)
     for j in tl.static_range(len(d_live)):
-        d_update += load_number(coefficients, k * len(d_live) + j, tile)[:, None] * d_live[j].to(tl.float32)
-    store_row(pick(d_updates, k), tile, d_update)
+        d_update += load_number(given.coefficients, k * len(d_live) + j, tile)[:, None] * d_live[j].to(tl.float32)
+    store_row(pick(gradients.updates, k), tile, d_update)
     d_coefficients = ()
-    if len(updates) > 0:
-        update = load_row(pick(updates, k), tile)
+    if gradients.coefficients is not None:
+        update = load_row(pick(given.updates, k), tile)
         for j in tl.static_range(len(d_live)):
             d_coefficients = d_coefficients + (tl.sum(update * d_live[j].to(tl.float32), 1),)
     return d_coefficients
