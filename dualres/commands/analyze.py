@@ -37,17 +37,14 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("models", metavar="MODEL", nargs="+", help="PATH or NAME=PATH; figures use the name")
-    parser.add_argument("--data", metavar="D", type=Path, help="prepared data (default: the run's training data)")
-    parser.add_argument(
-        "--out", metavar="DIR", type=Path, default=DEFAULT_OUT, help=f"output folder (default {DEFAULT_OUT})"
-    )
-    parser.add_argument("--sequences", metavar="N", type=int, default=4, help="for CKA, rescue and gates (default 4)")
-    parser.add_argument(
-        "--length", metavar="N", type=int, help=f"tokens per sequence (default: context length, at most {MAX_LENGTH})"
-    )
-    parser.add_argument("--last", metavar="N", type=int, default=128, help="use the last N of each (default 128)")
-    parser.add_argument(
+    add = parser.add_argument
+    add("models", metavar="MODEL", nargs="+", help="PATH or NAME=PATH; figures use the name")
+    add("--data", metavar="D", type=Path, help="prepared data (default: the run's training data)")
+    add("--out", metavar="DIR", type=Path, default=DEFAULT_OUT, help=f"output folder (default {DEFAULT_OUT})")
+    add("--sequences", metavar="N", type=int, default=4, help="for CKA, rescue and gates (default 4)")
+    add("--length", metavar="N", type=int, help=f"tokens per sequence (default: context length, at most {MAX_LENGTH})")
+    add("--last", metavar="N", type=int, default=128, help="use the last N of each (default 128)")
+    add(
         "--retrieval-sequences",
         metavar="N",
         type=int,

@@ -22,14 +22,13 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", metavar="SOURCE", help="folder of a checkpoint, or its name on the Hugging Face Hub")
-    parser.add_argument("out", metavar="OUT", type=Path, help="new folder to write")
-    parser.add_argument("--residual", metavar="R", required=True, help="name of a residual, or path to a YAML file")
+    add = parser.add_argument
+    add("source", metavar="SOURCE", help="folder of a checkpoint, or its name on the Hugging Face Hub")
+    add("out", metavar="OUT", type=Path, help="new folder to write")
+    add("--residual", metavar="R", required=True, help="name of a residual, or path to a YAML file")
     arguments.add_overrides(parser)
-    parser.add_argument("--seed", metavar="N", type=int, default=42, help="for the pathway's new weights (default 42)")
-    parser.add_argument(
-        "--no-check", action="store_true", help="skip the comparison with the source (it loads both models in float32)"
-    )
+    add("--seed", metavar="N", type=int, default=42, help="for the pathway's new weights (default 42)")
+    add("--no-check", action="store_true", help="skip the comparison with the source (it loads both models in float32)")
 
 
 def run(args: argparse.Namespace) -> int:

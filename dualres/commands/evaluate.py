@@ -44,25 +44,22 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("models", metavar="MODEL", nargs="+", help="PATH, or NAME=PATH to set its name in tables")
-    parser.add_argument("--validation", metavar="DATA", type=Path, help="loss on the held-out split of prepared data")
-    parser.add_argument("--validation-tokens", metavar="N", type=int, help="maximum number (default all)")
-    parser.add_argument("--perplexity", metavar="DOCS", type=Path, help="perplexity of documents, by source")
-    parser.add_argument(
-        "--zero-shot", metavar="A,B", nargs="?", const="all", help="accuracy on tasks (without a list: all eight)"
-    )
-    parser.add_argument("--tasks-from", metavar="FROM", default=HUB, help=f"{HUB}, {OLMO} or FOLDER (default {HUB})")
-    parser.add_argument("--out", metavar="DIR", type=Path, default=DEFAULT_OUT, help=f"folder (default {DEFAULT_OUT})")
-    parser.add_argument("--batch", metavar="N", default="auto", help="rows per batch (default auto: by memory)")
-    parser.add_argument("--limit", metavar="N", type=int, help="only the first N documents of each task, for a trial")
-    parser.add_argument(
-        "--first-token", choices=("scored", "skipped"), default="scored", help="in perplexity (default scored)"
-    )
+    add = parser.add_argument
+    add("models", metavar="MODEL", nargs="+", help="PATH, or NAME=PATH to set its name in tables")
+    add("--validation", metavar="DATA", type=Path, help="loss on the held-out split of prepared data")
+    add("--validation-tokens", metavar="N", type=int, help="maximum number (default all)")
+    add("--perplexity", metavar="DOCS", type=Path, help="perplexity of documents, by source")
+    add("--zero-shot", metavar="A,B", nargs="?", const="all", help="accuracy on tasks (without a list: all eight)")
+    add("--tasks-from", metavar="FROM", default=HUB, help=f"{HUB}, {OLMO} or FOLDER (default {HUB})")
+    add("--out", metavar="DIR", type=Path, default=DEFAULT_OUT, help=f"folder (default {DEFAULT_OUT})")
+    add("--batch", metavar="N", default="auto", help="rows per batch (default auto: by memory)")
+    add("--limit", metavar="N", type=int, help="only the first N documents of each task, for a trial")
+    add("--first-token", choices=("scored", "skipped"), default="scored", help="in perplexity (default scored)")
     arguments.add_checkpoint(parser)
-    parser.add_argument("--context", metavar="N", type=int, help="window length (default, and maximum: the model's)")
+    add("--context", metavar="N", type=int, help="window length (default, and maximum: the model's)")
     arguments.add_device(parser)
-    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="default: the model's")
-    parser.add_argument("--format", choices=SUFFIXES, default="markdown", help="printed format (default markdown)")
+    add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="default: the model's")
+    add("--format", choices=SUFFIXES, default="markdown", help="printed format (default markdown)")
 
 
 def run(args: argparse.Namespace) -> int:

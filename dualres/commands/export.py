@@ -17,16 +17,17 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", type=Path, help="folder of a run, or of a saved dualres model")
-    parser.add_argument("out", metavar="OUT", type=Path, help="new folder to write")
-    parser.add_argument(
+    add = parser.add_argument
+    add("model", metavar="MODEL", type=Path, help="folder of a run, or of a saved dualres model")
+    add("out", metavar="OUT", type=Path, help="new folder to write")
+    add(
         "--form",
         choices=("dualres", "llama"),
         default="dualres",
         help="llama: a `standard` model as a plain Llama checkpoint, without dualres code (default dualres)",
     )
     arguments.add_checkpoint(parser)
-    parser.add_argument(
+    add(
         "--dtype",
         choices=("auto", "float32", "bfloat16", "float16"),
         default="auto",

@@ -14,13 +14,12 @@ EPILOG = 'example:\n  dualres generate runs/nano-dar-block "def main(" --tempera
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", type=Path, help="folder of a run, or of an exported model")
-    parser.add_argument("prompt", metavar="PROMPT", help="text to continue; empty to start a document")
-    parser.add_argument("--tokens", metavar="N", type=int, default=100, help="maximum new tokens (default 100)")
-    parser.add_argument(
-        "--temperature", metavar="T", type=float, default=0.8, help="0 is greedy decoding (default 0.8)"
-    )
-    parser.add_argument("--seed", metavar="N", type=int, default=0, help="sampling seed (default 0)")
+    add = parser.add_argument
+    add("model", metavar="MODEL", type=Path, help="folder of a run, or of an exported model")
+    add("prompt", metavar="PROMPT", help="text to continue; empty to start a document")
+    add("--tokens", metavar="N", type=int, default=100, help="maximum new tokens (default 100)")
+    add("--temperature", metavar="T", type=float, default=0.8, help="0 is greedy decoding (default 0.8)")
+    add("--seed", metavar="N", type=int, default=0, help="sampling seed (default 0)")
     arguments.add_checkpoint(parser)
 
 

@@ -42,15 +42,16 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     arguments.add_experiment(parser)
-    parser.add_argument("--gpus", metavar="N", type=int, required=True, help="number of GPUs")
-    parser.add_argument("--gpu-memory", metavar="GIB", type=float, required=True, help="memory per GPU, in GiB")
-    parser.add_argument("--node-size", metavar="M", type=int, default=8, help="GPUs that share fast links (default 8)")
+    add("--gpus", metavar="N", type=int, required=True, help="number of GPUs")
+    add("--gpu-memory", metavar="GIB", type=float, required=True, help="memory per GPU, in GiB")
+    add("--node-size", metavar="M", type=int, default=8, help="GPUs that share fast links (default 8)")
     assumptions = parser.add_argument_group("hardware assumptions (defaults from the H100 SXM data sheet)")
     for field, help in ASSUMPTIONS.items():
         option, default = f"--{field.replace('_', '-')}", Hardware._field_defaults[field]
         assumptions.add_argument(option, metavar="X", type=float, default=default, help=f"{help} (default {default:g})")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    add("--json", action="store_true", help="print JSON instead of text")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -32,24 +32,23 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     defaults = Settings("", "")
-    parser.add_argument("source", metavar="SOURCE", help="the documents, see below")
-    parser.add_argument("out", metavar="OUT", type=Path, help="folder for the shards: new, or of the same command")
-    parser.add_argument("--tokenizer", metavar="T", default="bpe:4096", help="default bpe:4096")
-    parser.add_argument(
-        "--field", metavar="KEY", default=defaults.field, help="key or column of the text (default text)"
-    )
-    parser.add_argument("--subset", metavar="S", help="subset of a Hugging Face dataset")
-    parser.add_argument("--split", metavar="S", default=defaults.split, help="its split (default train)")
-    parser.add_argument("--end-of-text", metavar="TOKEN", help="the end-of-text token of a tokenizer.json")
-    parser.add_argument(
+    add("source", metavar="SOURCE", help="the documents, see below")
+    add("out", metavar="OUT", type=Path, help="folder for the shards: new, or of the same command")
+    add("--tokenizer", metavar="T", default="bpe:4096", help="default bpe:4096")
+    add("--field", metavar="KEY", default=defaults.field, help="key or column of the text (default text)")
+    add("--subset", metavar="S", help="subset of a Hugging Face dataset")
+    add("--split", metavar="S", default=defaults.split, help="its split (default train)")
+    add("--end-of-text", metavar="TOKEN", help="the end-of-text token of a tokenizer.json")
+    add(
         "--held-out",
         metavar="FRACTION",
         type=float,
         default=defaults.held_out,
         help=f"fraction of the documents for validation, chosen by a hash of their text (default {defaults.held_out})",
     )
-    parser.add_argument(
+    add(
         "--shard-tokens",
         metavar="N",
         type=int,

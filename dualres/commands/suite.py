@@ -40,18 +40,17 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("scale", metavar="SCALE", help="name or path of a scale, or a preset")
-    parser.add_argument("--residuals", metavar="A,B", help="names or paths of residuals (default: all shipped ones)")
-    parser.add_argument("--seeds", metavar="N,N", help="default: train.seed of the scale, 42")
-    parser.add_argument("--learning-rates", metavar="X,X", help="sweep these; the table shows each method at its best")
-    parser.add_argument(
-        "--at", dest="stand_in", metavar="SCALE", help="run a preset at this scale instead of the paper's"
-    )
-    parser.add_argument("--data", metavar="D", type=Path, default=DEFAULT_DATA, help=f"prepared data ({DEFAULT_DATA})")
-    parser.add_argument("--out", metavar="DIR", type=Path, help="folder of the runs (default suites/SCALE)")
-    parser.add_argument("--processes", metavar="N", type=int, default=1, help="per run, on this machine (default 1)")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU if available")
-    parser.add_argument("--table", action="store_true", help="only print the table of the finished runs")
+    add = parser.add_argument
+    add("scale", metavar="SCALE", help="name or path of a scale, or a preset")
+    add("--residuals", metavar="A,B", help="names or paths of residuals (default: all shipped ones)")
+    add("--seeds", metavar="N,N", help="default: train.seed of the scale, 42")
+    add("--learning-rates", metavar="X,X", help="sweep these; the table shows each method at its best")
+    add("--at", dest="stand_in", metavar="SCALE", help="run a preset at this scale instead of the paper's")
+    add("--data", metavar="D", type=Path, default=DEFAULT_DATA, help=f"prepared data ({DEFAULT_DATA})")
+    add("--out", metavar="DIR", type=Path, help="folder of the runs (default suites/SCALE)")
+    add("--processes", metavar="N", type=int, default=1, help="per run, on this machine (default 1)")
+    add("--device", choices=("cpu", "cuda"), help="default: a GPU if available")
+    add("--table", action="store_true", help="only print the table of the finished runs")
     arguments.add_overrides(parser)
 
 

@@ -38,20 +38,19 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     arguments.add_experiment(parser)
-    parser.add_argument("--data", metavar="D", type=Path, default=DEFAULT_DATA, help=f"prepared data ({DEFAULT_DATA})")
-    parser.add_argument("--out", metavar="RUN", type=Path, help="run folder (default runs/SCALE-RESIDUAL)")
-    parser.add_argument(
+    add("--data", metavar="D", type=Path, default=DEFAULT_DATA, help=f"prepared data ({DEFAULT_DATA})")
+    add("--out", metavar="RUN", type=Path, help="run folder (default runs/SCALE-RESIDUAL)")
+    add(
         "--from",
         dest="start",
         metavar="MODEL",
         type=Path,
         help="start from the weights of a converted or exported model, which also defines model and residual",
     )
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU if available")
-    parser.add_argument(
-        "--wandb", metavar="PROJECT", help=f"also log to Weights & Biases ({install('wandb')} in a clone of dualres)"
-    )
+    add("--device", choices=("cpu", "cuda"), help="default: a GPU if available")
+    add("--wandb", metavar="PROJECT", help=f"also log to Weights & Biases ({install('wandb')} in a clone of dualres)")
     dry = parser.add_argument_group("planning")
     dry.add_argument(
         "--dry-run", action="store_true", help="print the plan: parameters, steps, memory per rank, checks"

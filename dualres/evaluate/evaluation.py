@@ -1,9 +1,13 @@
-"""Runs all requested measurements of a model, using cached results where possible."""
+"""Runs all requested measurements of a model. Each result is cached on disk as soon as it is measured.
+
+The cache key of a result has the model's identity and everything else that determines the number, so a changed model or
+changed data has a different key.
+"""
 
 import hashlib
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,18 +16,21 @@ from typing import Any, NamedTuple
 from dualres.config.schema import ConfigError
 from dualres.data.shards import read_index
 from dualres.data.tokenizer import tokens_description
-from dualres.evaluate import cache, perplexity, zero_shot
+from dualres.evaluate import perplexity, zero_shot
 from dualres.evaluate.batch_size import batch_for
-from dualres.evaluate.cache import Measurement
 from dualres.evaluate.documents import DocumentSource
 from dualres.evaluate.perplexity import FirstToken, SourceScore
 from dualres.evaluate.tasks import TaskDocuments
 from dualres.evaluate.validation import ValidationScore, validation_loss
 from dualres.evaluate.zero_shot import TaskScore
 from dualres.hub.open_model import TrainedModel
+from dualres.util.atomic_files import write_json
 from dualres.util.errors import DataError, ModelError, TrainError
 from dualres.util.optional_dependencies import MissingExtraError
 from dualres.util.progress import Progress, Show, duration
+
+CACHE = "cache"  # folder of the results
+PROTOCOL = 1  # increment it when the way of measuring changes: all cached results become stale
 
 
 @dataclass(frozen=True)
@@ -63,6 +70,15 @@ class FailedMeasurement(NamedTuple):
         return f"dualres: {self.what} failed: {kind}{' '.join(str(self.error).split())}"
 
 
+class Measurement(NamedTuple):
+    """A measurement to run; its result is a NamedTuple."""
+
+    title: str  # in file names and progress lines
+    key: Mapping[str, Any]  # everything that determines the result, for JSON
+    run: Callable[[], Any]
+    from_data: Callable[[Mapping[str, Any]], Any]  # builds the result from the fields in the file
+
+
 def measure(
     model: TrainedModel, request: EvaluationRequest, out: Path, progress: Progress
 ) -> tuple[ModelResult, list[FailedMeasurement]]:
@@ -71,7 +87,7 @@ def measure(
     failures = []
     for measurement in measurements(model, request, lambda text: progress.show(f"{model.name}  {text}")):
         what, start = f"{model.name}  {measurement.title}", time.monotonic()
-        result, how = cache.read(out, measurement, progress.say), "cached"
+        result, how = read_cached(out, measurement, progress.say), "cached"
         if result is None:
             try:
                 result = measurement.run()
@@ -81,7 +97,7 @@ def measure(
                 failures.append(FailedMeasurement(what, error))
                 progress.say(str(failures[-1]))
                 continue
-            cache.write(out, measurement, result)
+            write_cached(out, measurement, result)
             how = duration(time.monotonic() - start)
         progress.say(f"{what}: {result} ({how})")
         results.append(result)
@@ -135,3 +151,39 @@ def tokenizer_digest(model: TrainedModel) -> str:
     vocabulary = model.require_tokenizer().get_vocab() if backend is None else backend.get_vocab()
     text = json.dumps([description, sorted(vocabulary.items())], sort_keys=True)
     return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:16]
+
+
+def read_cached(out: Path, measurement: Measurement, say: Callable[[str], None]) -> Any | None:
+    """The result cached in `out`; None if there is none, or if the file is damaged."""
+    path = cache_path(out, measurement)
+    try:
+        cached = json.loads(path.read_bytes())
+        if cached["key"] != _key(measurement) or cached["checksum"] != _checksum(cached["result"]):
+            raise ValueError("wrong key or checksum")
+        return measurement.from_data(cached["result"])
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        say(f"{path} is damaged ({error}): measuring {measurement.title} again")
+        return None
+
+
+def write_cached(out: Path, measurement: Measurement, result: Any) -> None:
+    path = cache_path(out, measurement)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data = result._asdict()
+    write_json(path, {"key": _key(measurement), "checksum": _checksum(data), "result": data})
+
+
+def cache_path(out: Path, measurement: Measurement) -> Path:
+    """A file name with the title, for people, and a hash of the key."""
+    title = "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in measurement.title)
+    return out / CACHE / f"{title[:80]}-{_checksum(_key(measurement))[:16]}.json"
+
+
+def _key(measurement: Measurement) -> Any:
+    return json.loads(json.dumps({"protocol": PROTOCOL, **measurement.key}))  # as it is read back: no tuples
+
+
+def _checksum(data: Any) -> str:
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()

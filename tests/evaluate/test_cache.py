@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from dualres.evaluate import cache, evaluation, perplexity, zero_shot
-from dualres.evaluate.cache import Measurement
+from dualres.evaluate import evaluation, perplexity, zero_shot
 from dualres.evaluate.documents import find_sources
-from dualres.evaluate.evaluation import EvaluationRequest, ModelResult, tokenizer_digest
+from dualres.evaluate.evaluation import EvaluationRequest, Measurement, ModelResult, tokenizer_digest
 from dualres.evaluate.tasks import parse_tasks, task_documents
 from dualres.evaluate.validation import ValidationScore
 from dualres.util.progress import Progress
@@ -131,7 +130,7 @@ def test_everything_that_determines_a_number_is_in_its_key(
     assert measured() == ["zero-shot piqa"]
     monkeypatch.setattr(zero_shot, "harness_version", lambda: "0.5")
     assert measured() == ALL[3:]
-    monkeypatch.setattr(cache, "PROTOCOL", 2)
+    monkeypatch.setattr(evaluation, "PROTOCOL", 2)
     assert measured() == ALL
 
 
@@ -206,7 +205,7 @@ def not_an_object(path: Path) -> None:
 def without_a_field(path: Path) -> None:
     found = json.loads(path.read_text())
     del found["result"]["nats"]
-    path.write_text(json.dumps({**found, "checksum": cache._checksum(found["result"])}))
+    path.write_text(json.dumps({**found, "checksum": evaluation._checksum(found["result"])}))
 
 
 @pytest.mark.parametrize("damage", [cut_off, changed_digit, of_another, not_an_object, without_a_field])
@@ -232,13 +231,13 @@ def test_a_damaged_file_is_measured_again_with_a_note(
 
 def test_names_of_files_are_plain(tmp_path: Path):
     measurement = Measurement("perplexity ../../é/x" + "y" * 300, {}, int, lambda data: ValidationScore(**data))
-    path = cache.path_of(tmp_path, measurement)
-    assert path.parent == tmp_path / cache.FOLDER
+    path = evaluation.cache_path(tmp_path, measurement)
+    assert path.parent == tmp_path / evaluation.CACHE
     assert path.name.startswith("perplexity---------xyyy")
     assert len(path.name) < 110
     score = ValidationScore(2.5, 64, 32, "abc")
-    cache.write(tmp_path, measurement, score)
-    assert cache.read(tmp_path, measurement, print) == score
+    evaluation.write_cached(tmp_path, measurement, score)
+    assert evaluation.read_cached(tmp_path, measurement, print) == score
 
 
 def test_a_tokenizer_is_known_by_the_tokens_it_makes():
