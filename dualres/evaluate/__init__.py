@@ -3,7 +3,7 @@
 validation    loss on the held-out tokens of a prepared folder, as training validates
 perplexity    log-likelihood of documents, per token and per byte; `documents` lists them by source
 zero_shot     accuracy with lm-evaluation-harness; `tasks` reads the eight tasks (tasks.yaml) and their documents
-evaluation    all measurements of a model, each stored in `cache` as soon as it is finished
+evaluation    all measurements of a model, each cached on disk as soon as it is finished
 tables        the paper's tables with our models; `formats` writes them as Markdown, LaTeX and JSON (`templates/`)
 batch_size    evaluation batch size, chosen from free memory
 """

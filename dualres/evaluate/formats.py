@@ -14,9 +14,12 @@ from dualres.util.atomic_files import nonfinite_to_null
 from dualres.util.templates import environment
 
 LATEX_DELIMITERS = {  # Jinja's own are LaTeX's braces
-    **{"variable_start_string": "<<", "variable_end_string": ">>"},
-    **{"block_start_string": "<%", "block_end_string": "%>"},
-    **{"comment_start_string": "<#", "comment_end_string": "#>"},
+    "variable_start_string": "<<",
+    "variable_end_string": ">>",
+    "block_start_string": "<%",
+    "block_end_string": "%>",
+    "comment_start_string": "<#",
+    "comment_end_string": "#>",
 }
 _LATEX = {
     **{letter: f"\\{letter}" for letter in "&%$#_{}"},

@@ -18,7 +18,7 @@ from dualres.util.templates import environment
 EMPTY = "—"
 REFERENCE = "the paper's 1B, not reproduced here"
 TEMPLATES = Path(__file__).parent / "templates"
-NOTES = environment(TEMPLATES, escape=str)
+NOTES = environment(TEMPLATES, escape=lambda value: str(value).replace("\n", " "))  # a note is one line
 
 
 class TableCell(NamedTuple):

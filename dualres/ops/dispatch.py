@@ -23,9 +23,9 @@ Kind = Literal["reference", "cpu", "triton"]
 KINDS = get_args(Kind)
 BY_DEVICE: dict[str, Kind] = {"cpu": "cpu", "cuda": "triton"}  # ROCm devices are also called cuda
 PACKAGES: dict[Kind, str] = {"cpu": "numba", "triton": "triton"}
-# The operators' namespace in `torch.ops`. Registering a name again frees the first operator, so code bundled with an
-# exported model has a namespace of its own.
-NAMESPACE = re.sub(r"\W", "_", __name__.removesuffix(".ops.dispatch"))
+# The operators' namespace in `torch.ops`: dualres. Registering a name again frees the first operator, so code bundled
+# with an exported model has one of its own, the name of its module in ASCII.
+NAMESPACE = re.sub(r"[^0-9A-Za-z_]", lambda m: f"_{ord(m[0]):x}_", __name__.removesuffix(".ops.dispatch"))
 INTERPRETED = ("1", "true", "on")  # values of TRITON_INTERPRET that enable it
 
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from dualres.ops import dispatch
 from dualres.ops.arguments import ReadArguments
 
 
@@ -64,7 +65,7 @@ def write_backward(d_live: Tensor, updates: Sequence[Tensor], coefficients: Tens
 
 
 BY_OPERATOR: dict[str, Callable[..., Accesses]] = {
-    f"dualres::{formula.__name__}": formula
+    f"{dispatch.NAMESPACE}::{formula.__name__}": formula
     for formula in (
         prefix,
         prefix_backward,

@@ -5,14 +5,13 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
 from dualres.config.schema import Config
 from dualres.model import accounting
 from dualres.model.decoder import Decoder, build_decoder
 from dualres.residual import registry
 from dualres.util.progress import plural, short
 from dualres.util.tables import table
+from dualres.util.templates import environment
 
 TEMPLATES = Path(__file__).parent / "templates"
 BFLOAT16 = 2  # bytes
@@ -97,8 +96,6 @@ def _states(first: int, last: int) -> str:
 
 def page(template: str, **values: Any) -> str:
     """A text for a terminal: a template, filled in. The filter `spec` is Python's `format`."""
-    pages = Environment(
-        loader=FileSystemLoader(TEMPLATES), undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True
-    )
+    pages = environment(TEMPLATES, escape=str)
     pages.filters |= {"spec": format, "short": short, "plural": plural}
     return pages.get_template(template).render(values).removesuffix("\n")

@@ -18,7 +18,7 @@ from dualres.analyze.analysis import FOLDER, Analysis, read_analysis
 from dualres.analyze.figures import sections
 from dualres.config.schema import ConfigError
 from dualres.config.validation import choices
-from dualres.evaluate.tables import REFERENCE
+from dualres.evaluate.tables import REFERENCE, TableCell
 from dualres.report import charts, comparison
 from dualres.report.charts import Chart
 from dualres.report.reproduce import as_yaml, command
@@ -104,6 +104,9 @@ def _evaluation_tables(requested: Sequence[Path], runs: Sequence[Path]) -> list[
     for file in {(folder / EVALUATION).resolve(): folder / EVALUATION for folder in folders}.values():
         try:
             data = json.loads(file.read_text(encoding="utf-8"))
+            rows = [row for each in data.get("tables", ()) for row in (*each["rows"], *each["reference"])]
+            if other := {key for row in rows for cell in row for key in cell} - {*TableCell._fields}:
+                raise ValueError(f"a cell has {listed(sorted(other))}")
             tables.append(Markup(template.render(data=data, file=str(file), reference=REFERENCE, again=RERUN)))
         except (ValueError, TypeError, KeyError, AttributeError, TemplateError) as error:
             raise ConfigError(f"{file} cannot be read ({error!r}): {RERUN}") from None

@@ -1,1 +1,1 @@
-"""Helpers without dependencies within dualres: atomic files, progress, text tables, optional dependencies, errors."""
+"""Helpers without dependencies within dualres: atomic files, progress, tables, templates, optional packages, errors."""

@@ -8,13 +8,14 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 
-def environment(folder: Path, escape: Callable[[str], str], **delimiters: Any) -> Environment:
+def environment(folder: Path, escape: Callable[[Any], str], **delimiters: Any) -> Environment:
     """The templates of a folder. Every value is escaped, except what templates made; a missing value raises.
 
-    `escape` receives text only: a template converts numbers itself. `delimiters`: options of `Environment`.
+    `escape` receives each value as it is: if it takes only text, templates convert numbers. Jinja escapes literals
+    inside its braces as HTML, so write them outside. `delimiters`: options of `Environment`.
     """
 
-    def escaped(value: str) -> Markup:
+    def escaped(value: Any) -> Markup:
         return value if isinstance(value, Markup) else Markup(escape(value))
 
     return Environment(

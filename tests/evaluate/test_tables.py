@@ -374,3 +374,9 @@ def test_the_papers_numbers_are_consistent():
         assert bits == pytest.approx(math.log2(byte), abs=0.001)
         assert token < min(min(ppl) for ppl in values)  # as it says beneath our table
     assert paper.ZERO_SHOT_COLUMNS[:8] == tuple(task.title for task in TASKS)
+
+
+def test_a_newline_in_a_name_does_not_end_a_note():
+    request, other = asked(validation=Path("data")), model("c", loss=2.0)._replace(context=7)
+    split, whole = (fit([model(name, loss=3.0), other], request) for name in ("a\nb", "a b"))
+    assert split.notes == whole.notes

@@ -36,21 +36,21 @@ print(json.dumps(logits.tolist()))
 
 
 @pytest.mark.parametrize(
-    ("residual", "feedforward"),
+    ("residual", "feedforward", "name"),
     [
-        ("dar-block", "moe"),
-        pytest.param("standard", "dense", marks=pytest.mark.slow),
-        pytest.param("mhc-4", "dense", marks=pytest.mark.slow),
-        pytest.param("attnres-vproj", "dense", marks=pytest.mark.slow),
+        ("dar-block", "moe", "modèle 模型"),
+        pytest.param("standard", "dense", "model", marks=pytest.mark.slow),
+        pytest.param("mhc-4", "dense", "model", marks=pytest.mark.slow),
+        pytest.param("attnres-vproj", "dense", "model", marks=pytest.mark.slow),
     ],
 )
-def test_loads_and_learns_where_dualres_is_not(residual: str, feedforward: str, tmp_path: Path):
+def test_loads_and_learns_where_dualres_is_not(residual: str, feedforward: str, name: str, tmp_path: Path):
     model, tokens = small(residual, feedforward), random_tokens(2, 9)
-    model.save_pretrained(tmp_path / "model")
+    model.save_pretrained(tmp_path / name)
     with torch.no_grad():
         wanted = model(tokens).logits
     environment = {"HF_HOME": str(tmp_path / "cache"), "PATH": "", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", WITHOUT_DUALRES, str(tmp_path / "model"), json.dumps(tokens.tolist())]
+    command = [sys.executable, "-c", WITHOUT_DUALRES, str(tmp_path / name), json.dumps(tokens.tolist())]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert relative_error(torch.tensor(json.loads(done.stdout.splitlines()[-1])), wanted) < 1e-5

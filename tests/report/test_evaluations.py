@@ -60,8 +60,22 @@ def test_what_an_older_version_wrote(suite: Path, tmp_path: Path):
     assert "rerun the same dualres evaluate command" in notice.text
 
 
+def one_cell(cell: Any) -> list[dict[str, Any]]:
+    return [{"title": "t", "header": ["a"], "rows": [[cell]], "reference": [], "notes": []}]
+
+
+CELL = {"text": "1", "error": "", "bold": False}
+
+
+def test_a_cell_as_it_is_written(suite: Path, tmp_path: Path):
+    folder = evaluation(tmp_path / "evaluated", tables=one_cell(CELL))
+    assert make(tmp_path / "page.html", suite, "--evaluation", folder)
+
+
 @pytest.mark.parametrize(
-    "tables", [None, 3, [{}], [{"header": [], "rows": [[3]], "reference": [], "notes": []}]], ids=str
+    "tables",
+    [None, 3, [{}], one_cell(3), one_cell({**CELL, "unit": "%"}), one_cell({"text": "1"})],
+    ids=str,
 )
 def test_what_cannot_be_read(suite: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], tables: Any):
     folder = evaluation(tmp_path / "evaluated", tables=tables)
