@@ -21,7 +21,7 @@ from dualres.hub import llama, model_card, model_folder, register
 from dualres.hub.open_model import open_model
 from dualres.model.decoder import Decoder, build_decoder, part_generator, reset_part
 from dualres.residual import registry
-from dualres.residual.gates import Gate
+from dualres.residual.gate import Gate
 from dualres.util.atomic_files import new_folder
 from dualres.util.errors import ModelError
 from dualres.util.optional_dependencies import need

@@ -35,8 +35,6 @@ def _installed(kind: Kind) -> bool:
 
 
 INSTALLED = {kind: _installed(kind) for kind in PACKAGES}
-
-
 FORCED: Any = os.environ.get("DUALRES_OPS") or None
 if FORCED not in (None, *KINDS):
     raise ValueError(f"DUALRES_OPS={FORCED!r} is unknown: use one of {', '.join(KINDS)}, or leave it unset")

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from dualres import ops
 from dualres.ops import Live, Norm, Route
-from dualres.residual.gates import Gate
+from dualres.residual.gate import Gate
 from dualres.residual.live import shortened
 from dualres.residual.pathway import Place
 from dualres.residual.retrieval import RetrievalOptions, RetrievalState, Retrieving
@@ -47,7 +47,7 @@ class Dual(Retrieving):
         )
 
     def read(self, state: RetrievalState, i: int, norm: Norm | None = None) -> tuple[Tensor, RetrievalState]:
-        """h = α⁰h⁰ + α¹h¹; β and M(ρ) are stored in the live streams' coefficients until the write."""
+        """Merge history and live state, h = α⁰h⁰ + α¹h¹; β and M(ρ) wait in the coefficients until the write."""
         u, live = self.set_of_branch[i], state.live and shortened(state.live)
         gates, query = cast(GateSet, self.gates[u]), self.query(i) if live else None
         active = (gates.alpha, gates.beta, gates.rho) if live else (gates.alpha, gates.beta)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from dualres import ops
 from dualres.config.validation import Bounds
 from dualres.ops import Live, Norm
-from dualres.residual.gates import Gate
+from dualres.residual.gate import Gate
 from dualres.residual.live import of_streams, shortened
 from dualres.residual.pathway import History, Options, Pathway, Place
 

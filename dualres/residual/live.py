@@ -1,7 +1,8 @@
 """The live streams of a block as a weighted sum of its updates: P^j = Σ_k C_k^j u_k. The streams are not stored.
 
 Transport and mixing then act on token-wise coefficients: M P + β u has the updates (…, u) and the coefficients
-[M C, β]. For the backward pass a block saves its branch outputs, D numbers per branch, and no streams.
+[M C, β]. For the backward pass a block saves its branch outputs, D numbers per branch, and no streams. A read merges
+the live streams with the retrieved history: `merge` in ops/reference.py.
 """
 # B batch  T tokens  D width  J streams  K updates
 

@@ -1,4 +1,4 @@
-"""One of four processes that look at single properties of a mesh: started by torchrun from test_meshes.py.
+"""One of four processes that look at single properties of a mesh: started by torchrun from test_mesh_training.py.
 
 FOLDER/results.json has what went wrong in each check.
 """

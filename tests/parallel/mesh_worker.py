@@ -1,4 +1,4 @@
-"""One of four processes that train every case of a mesh: started by torchrun from test_meshes.py.
+"""One of four processes that train every case of a mesh: started by torchrun from test_mesh_training.py.
 
 Rank 0 writes FOLDER/results.json: of each case what went wrong in it, or nothing.
 """

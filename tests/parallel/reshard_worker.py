@@ -1,4 +1,4 @@
-"""One of four processes that move a run between meshes: started by torchrun from test_meshes.py.
+"""One of four processes that move a run between meshes: started by torchrun from test_mesh_training.py.
 
 Each mesh trains two steps and saves; then each takes up every other's checkpoint, and that of one process, for a third.
 FOLDER/results.json has what went wrong of each pair; FOLDER/MESH/checkpoints is left for one process to take up.

@@ -10,7 +10,7 @@ from dualres.cli import main
 from dualres.config import paper
 from dualres.model.attention import Attention
 from dualres.plan import parameter_tables
-from dualres.residual.gates import Gate
+from dualres.residual.gate import Gate
 from dualres.residual.retrieval import Queries
 
 

@@ -11,7 +11,7 @@ from dualres.config.schema import ResidualConfig
 from dualres.model.decoder import Decoder, build_decoder
 from dualres.residual.attnres import FullMap, LowRankMap
 from dualres.residual.dar import Dual, GateSet
-from dualres.residual.gates import Gate
+from dualres.residual.gate import Gate
 from dualres.residual.hyper_connections import HyperConnections
 from dualres.residual.retrieval import Queries, Retrieval, Retrieving
 from tests.small import RESIDUALS, model_config, next_token_loss, random_tokens

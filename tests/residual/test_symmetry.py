@@ -6,7 +6,7 @@ from torch import Tensor
 
 from dualres.config.schema import ResidualConfig
 from dualres.model.decoder import Decoder, build_decoder
-from dualres.residual.gates import Gate
+from dualres.residual.gate import Gate
 from tests.small import model_config, next_token_loss, real_text
 
 METHODS = {
