@@ -1,4 +1,4 @@
-"""One of eight processes whose tensor groups do not divide the vocabulary: started by torchrun from test_mesh_training.py.
+"""One of eight processes whose tensor groups do not divide the vocabulary: started by test_mesh_training.py.
 
 For each case they train a step, save it in FOLDER/CASE and load it again; FOLDER/CASE.safetensors has what was saved.
 """
