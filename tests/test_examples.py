@@ -23,6 +23,7 @@ def run(name: str, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_add_to_your_model():
     losses = [float(x) for x in re.findall(r"loss after 200 steps ([\d.]+)", run("add_to_your_model.py"))]
     assert len(losses) == 2

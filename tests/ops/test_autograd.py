@@ -18,6 +18,7 @@ from tests.small import relative_error
 
 EPS, NORM_EPS = 1e-6, 1e-5
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+ROWS = ["fp32", "bf16", pytest.param("fp16", marks=pytest.mark.slow)]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 5e-3}
 KINDS = ["cpu", "triton"]
 ROUTES = {
@@ -93,7 +94,7 @@ def flat_prefix(found: tuple[Prefix, ...]) -> list[Tensor]:
 
 
 @pytest.mark.axes(kind="cpu", name="dual", dtype="fp32")
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ROWS)
 @pytest.mark.parametrize("name", ROUTES)
 def test_prefix(kind: str, name: str, dtype: str):
     check_prefix(name, states=5, sets=2, shape=ODD, dtype=DTYPES[dtype])
@@ -158,7 +159,7 @@ READS = {
 
 
 @pytest.mark.axes(kind="cpu", name="single", row="3-updates-normed", dtype="fp32")
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ROWS)
 @pytest.mark.parametrize("row", [row for row in READS if row != "0-updates-plain"])  # which is no operator
 @pytest.mark.parametrize("name", ["single", "vproj"])
 def test_read(kind: str, name: str, row: str, dtype: str):
@@ -185,7 +186,7 @@ def test_read(kind: str, name: str, row: str, dtype: str):
 
 
 @pytest.mark.axes(kind="cpu", name="dual", row="3-updates-normed", dtype="fp32")
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ROWS)
 @pytest.mark.parametrize("row", READS)
 @pytest.mark.parametrize("name", ["dual", "self_kv", "fixed_kv", "cross_v"])
 def test_gated_read(kind: str, name: str, row: str, dtype: str):
@@ -219,7 +220,7 @@ def test_gated_read(kind: str, name: str, row: str, dtype: str):
 
 
 @pytest.mark.axes(kind="cpu", streams=4, count=6, steps=20, normed=True, dtype="fp32")
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ROWS)
 @pytest.mark.parametrize("normed", [True, False], ids=["normed", "plain"])
 @pytest.mark.parametrize(("streams", "count", "steps"), [(2, 2, 20), (3, 5, 7), (4, 4, 20), (4, 6, 20), (8, 9, 3)])
 def test_hyper_read(kind: str, streams: int, count: int, steps: int, normed: bool, dtype: str):
@@ -261,7 +262,7 @@ def test_sinkhorn_survives_extreme_logits(kind: str):
 
 
 @pytest.mark.axes(kind="cpu", streams=2, count=3, learned=True, dtype="fp32")
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ROWS)
 @pytest.mark.parametrize("learned", [True, False], ids=["learned", "constant"])
 @pytest.mark.parametrize(("streams", "count"), [(1, 1), (2, 3), (4, 6), (8, 12)])
 def test_write(kind: str, streams: int, count: int, learned: bool, dtype: str):

@@ -9,6 +9,8 @@ from selenium.webdriver.common.by import By
 
 from tests.report.browsing import DESKTOP, HIGH, PHONE, button, load, media, requests
 
+pytestmark = pytest.mark.slow
+
 
 def test_it_loads_nothing_and_shows_every_figure(browser: webdriver.Chrome, full_page: Path):
     load(browser, full_page)

@@ -40,6 +40,7 @@ def run(**environment: str) -> tuple[int, bool]:
     return int(pages), works == "True"
 
 
+@pytest.mark.slow
 def test_memory_that_was_freed_is_had_again_without_new_pages():
     pages, works = run()
     assert pages < 20

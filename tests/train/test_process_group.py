@@ -68,6 +68,7 @@ def test_a_start_after_one_that_never_was_complete():
     assert len(set(start(store, [0, 1, 2, 3], 0.1))) == 1
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_come_are_named():
     store, limit = HashStore(), timedelta(seconds=3)
     with pytest.raises(TrainError, match=r"^rank 0 of 4 did not join within 0\.05 minutes"):
