@@ -1,6 +1,7 @@
 import os
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton: there may be no GPU
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the commands that tests start: two test processes share two cores
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch
 from dualres.util.amx import avoid_hidden_tiles
 
 avoid_hidden_tiles()
-torch.set_num_threads(1)  # two test processes share two cores
+torch.set_num_threads(1)  # as for the commands
 
 
 @pytest.fixture(autouse=True)
