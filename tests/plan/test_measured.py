@@ -22,6 +22,7 @@ from tests.plan.engine_memory import step_memory
 from tests.train.tiny import ALONE
 
 TOLERANCE = 0.1
+COVERED = {"tp2", "pp2", "dp2·pp2"}  # by larger meshes: dp2·tp2/ep2 and tp2·pp2, pp2×2, dp2·pp2×2
 
 
 def planned(config: Config, processes: int) -> MeshEstimate:
@@ -30,7 +31,9 @@ def planned(config: Config, processes: int) -> MeshEstimate:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="this PyTorch was built without gloo")
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.exhaustive if name in COVERED else ()) for name in MESHES]
+)
 def test_a_plan_is_what_a_mesh_does(name: str, tmp_path: Path):
     mesh = MESHES[name]
     torchrun("tests.plan.mesh_worker", mesh.processes, name, str(tmp_path))

@@ -156,7 +156,7 @@ def test_a_damaged_summary(suite: Path, data: Path, tmp_path: Path, capsys: pyte
 def test_an_interrupted_suite_goes_on(data: Path, tmp_path: Path, how: signal.Signals):
     out = tmp_path / "suite"
     command = [sys.executable, "-m", "dualres", "suite", "nano", "--residuals", "standard,attnres-block"]
-    command += arguments(data, out, train__tokens=200 * 4 * 32)
+    command += arguments(data, out, train__tokens=60 * 4 * 32)
     process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, stderr=subprocess.PIPE, text=True)
     first = out / "nano-standard-seed42"
     end = time.monotonic() + 120
