@@ -62,6 +62,7 @@ def pictures(*names: str) -> set[str]:
     return {f"{name}.{ending}" for name in names for ending in ("svg", "png")}
 
 
+@pytest.mark.slow
 def test_several_models(here: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["analyze", "mhc", "moe", "ours=plain", "--data", "data", *FEW]) == 0
     shown = capsys.readouterr()

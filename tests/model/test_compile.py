@@ -142,7 +142,8 @@ def test_blocks_under_autocast():
     assert not differing(outcome(decoder, decoder, autocast=True), wanted, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("residual", [pytest.param("standard", marks=slow), "dar-block"])
+@slow
+@pytest.mark.parametrize("residual", ["standard", "dar-block"])
 def test_other_shapes(residual: str):
     """A second batch and length make PyTorch compile for any; a batch of one is special to it."""
     decoder = blocks_of(residual, 2)
@@ -190,6 +191,7 @@ def test_blocks(residual: str, backend: str):
     assert not differing(outcome(decoder, decoder), wanted, rtol=1e-9, atol=1e-12)
 
 
+@slow
 def test_moe_blocks_report_their_own_layer():
     decoder = blocks_of("standard", BLOCKS, "moe").bfloat16()
     wanted = outcome(decoder, decoder)

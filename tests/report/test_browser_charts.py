@@ -3,6 +3,7 @@
 import shutil
 from pathlib import Path
 
+import pytest
 from selenium import webdriver
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
@@ -12,6 +13,8 @@ from dualres.train.metrics import METRICS
 from tests.report.browsing import HIGH, PHONE, button, load, state
 from tests.report.conftest import STEPS
 from tests.report.reading import charts, make, parsed
+
+pytestmark = pytest.mark.slow
 
 
 def test_a_method_can_be_hidden_and_the_axis_follows(browser: webdriver.Chrome, full_page: Path):

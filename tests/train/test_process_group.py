@@ -119,6 +119,7 @@ class Asked:
         return getattr(self.store, name)
 
 
+@pytest.mark.slow
 def test_thousands_of_ranks_ask_the_store_little(monkeypatch: pytest.MonkeyPatch):
     """Who is lost is looked up by one of them, in one list of keys."""
     monkeypatch.setattr(failure_detection, "RESPONSE_TIME", 1.0)
@@ -337,7 +338,7 @@ def test_errors_that_all_have_wait_for_no_one(monkeypatch: pytest.MonkeyPatch):
     [
         pytest.param(60.0, [], [2, 3], id="all come"),
         pytest.param(60.0, [3], [2], id="one is lost"),
-        pytest.param(3.0, [], [2], id="one does not come"),
+        pytest.param(3.0, [], [2], id="one does not come", marks=pytest.mark.slow),
     ],
 )
 def test_ranks_that_fail_leave_together(
