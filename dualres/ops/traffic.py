@@ -65,15 +65,6 @@ def write_backward(d_live: Tensor, updates: Sequence[Tensor], coefficients: Tens
 
 
 BY_OPERATOR: dict[str, Callable[..., Accesses]] = {
-    f"{dispatch.NAMESPACE}::{formula.__name__}": formula
-    for formula in (
-        prefix,
-        prefix_backward,
-        read,
-        read_backward,
-        hyper_read,
-        hyper_read_backward,
-        write,
-        write_backward,
-    )
+    f"{dispatch.NAMESPACE}::{count.__name__}": count
+    for count in (prefix, prefix_backward, read, read_backward, hyper_read, hyper_read_backward, write, write_backward)
 }

@@ -71,6 +71,11 @@ class Retrieving(Pathway):
             return RetrievalState((Prefix(only, zeros),), live=None)
         return RetrievalState(ops.prefix(history, self.queries(), route=self.route, eps=self.eps), live=None)
 
+    def close(self, state: RetrievalState) -> Tensor:
+        """H_b (J,B,T,D), the sum of the live streams' updates."""
+        assert state.live is not None, "a block must write before it closes"
+        return ops.write(state.live)
+
     def query(self, i: int) -> Tensor | None:
         """The query of branch i, one per output stream. -> (O,D)"""
         return None if self.queries is None else self.queries()[self.set_of_branch[i]]
