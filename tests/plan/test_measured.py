@@ -22,7 +22,7 @@ from tests.plan.engine_memory import step_memory
 from tests.train.tiny import ALONE
 
 TOLERANCE = 0.1
-COVERED = {"tp2", "pp2", "dp2·pp2"}  # by larger meshes: dp2·tp2/ep2 and tp2·pp2, pp2×2, dp2·pp2×2
+COVERED = {"tp2", "dp2/ep2", "pp2", "dp2·pp2"}  # by larger meshes: dp2·tp2/ep2, tp2·pp2, pp2×2, dp2·pp2×2
 
 
 def planned(config: Config, processes: int) -> MeshEstimate:
