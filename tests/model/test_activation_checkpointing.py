@@ -1,5 +1,6 @@
 """Activation recomputation of every block changes no bit and keeps less for the backward pass."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -137,15 +138,15 @@ def outcome_of_dropping(stack: ResidualStack) -> list[Tensor]:
     return [*outputs, *found, torch.rand(3)]
 
 
-slow = pytest.mark.slow
+SLOW = {("dar-full", "full", "inductor"), ("standard", "selective", "inductor"), ("dar-full", "selective", "aot_eager")}
 COMPILED = [
     pytest.param("dar-block", "full", "aot_eager", id="dar-block-full-aot_eager"),
     pytest.param("attnres-block", "selective", "aot_eager", id="attnres-block-selective-aot_eager"),
     *[
-        pytest.param(residual, how, backend, id=f"{residual}-{how}-{backend}", marks=slow)
-        for residual in ("standard", "mhc-2", "attnres-vproj", "dar-full")
-        for how in ("full", "selective")
-        for backend in ("aot_eager", "inductor")
+        pytest.param(*row, id="-".join(row), marks=pytest.mark.slow if row in SLOW else pytest.mark.exhaustive)
+        for row in itertools.product(
+            ("standard", "mhc-2", "attnres-vproj", "dar-full"), ("full", "selective"), ("aot_eager", "inductor")
+        )
     ],
 ]
 

@@ -152,11 +152,17 @@ def test_other_shapes(residual: str):
         assert not differing(outcome(decoder, compiled, shape), outcome(decoder, decoder, shape)), shape
 
 
-@slow
-@pytest.mark.parametrize("residual", ["standard", "dar-block"])
-def test_inductor(residual: str):
-    """In float64: twelve layers with weights far from their start multiply a rounding error by a hundred."""
-    decoder = blocks_of(residual, BLOCKS).double()
+@pytest.mark.parametrize(
+    ("residual", "blocks"),
+    [
+        pytest.param("dar-block", 3, id="dar-block", marks=slow),
+        pytest.param("dar-block", BLOCKS, id="dar-block-deep", marks=pytest.mark.exhaustive),
+        pytest.param("standard", BLOCKS, id="standard-deep", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_inductor(residual: str, blocks: int):
+    """In float64: layers with weights far from their start multiply a rounding error, twelve of them by a hundred."""
+    decoder = blocks_of(residual, blocks).double()
     wanted = outcome(decoder, decoder)
     compiled = torch.compile(decoder, fullgraph=True, backend="inductor")
     assert not differing(outcome(decoder, compiled), wanted, rtol=1e-9, atol=1e-12)
@@ -175,9 +181,10 @@ def test_inductor_around_kernels(residual: str):
 
 BY_BLOCK = [
     pytest.param("standard", "aot_eager", id="standard-aot_eager"),
-    pytest.param("dar-block", "eager", id="dar-block-eager", marks=slow),
+    pytest.param("dar-block", "eager", id="dar-block-eager", marks=pytest.mark.exhaustive),  # aot_eager traces it too
     pytest.param("dar-block", "aot_eager", id="dar-block-aot_eager", marks=slow),
-    pytest.param("attnres-block", "aot_eager", id="attnres-block-aot_eager", marks=slow),
+    # test_blocks_under_autocast compiles two blocks of it, and those of dar-block read the same way.
+    pytest.param("attnres-block", "aot_eager", id="attnres-block-aot_eager", marks=pytest.mark.exhaustive),
 ]
 
 
