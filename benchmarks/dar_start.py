@@ -2,8 +2,9 @@
 
     python benchmarks/dar_start.py --steps 200 --seeds 2
 
-Prints, per start: validation loss (nats per byte; mean over seeds, and the paired difference to the first row with its
-standard error) and how far the two streams have separated, ‖H⁰ − H¹‖ / ‖H⁰‖ over all block states, before and after.
+Prints, per start: validation loss (nats per byte; mean over seeds, and the paired difference from the first row with
+its standard error) and how far the two streams have separated, ‖H⁰ − H¹‖ / ‖H⁰‖ over all block states, before and
+after.
 """
 
 import argparse

@@ -5,9 +5,9 @@
 
 The limit is the bytes that must move (every input row read once, every output row written once) divided by the
 bandwidth that adding two states of the same size into a third reaches in the same round. All implementations take turns
-within a round, and a ratio compares the times of one round; the spread is from the lowest to the highest. "kept" is
-what the operator keeps for its backward pass besides its inputs. Freed memory stays with the process, so that no time
-is spent on page faults.
+within a round, and a ratio compares the times of one round; the spread is from the lowest to the highest. "saved"
+is what the operator saves for its backward pass besides its inputs. Freed memory stays with the process, so that no
+time is spent on page faults.
 """
 
 import argparse
@@ -283,7 +283,7 @@ def as_table(found: dict[str, Any]) -> str:
                 ]
             )
         rows.append([name, "limit", *milliseconds(row["limit"]), "", "1", ""])
-    heads = ["operator", "way", "forward, ms", "backward, ms", "× fused", "× limit", "kept, MiB"]
+    heads = ["operator", "implementation", "forward, ms", "backward, ms", "× fused", "× limit", "saved, MiB"]
     return table(heads, rows)
 
 

@@ -24,7 +24,7 @@ def main() -> None:
 
 
 def differences(folder: str, methods: tuple[str, ...] | None) -> list[tuple[str, float, float]]:
-    """Method, mean difference to `standard` paired by seed, half of its 95% interval; the lowest first."""
+    """Method, mean difference from `standard` paired by seed, half of its 95% interval; the lowest first."""
     rows = json.loads((ROOT / "results" / folder / "suite.json").read_text())["rows"]
     found = [(row["method"], row["difference"]["mean"], row["difference"]["half"]) for row in rows]
     return sorted((row for row in found if row[0] in (methods or row[0]) and row[0] != "standard"), key=lambda r: r[1])

@@ -1,6 +1,6 @@
 """Summarizes a suite's analyses by method, over seeds: the numbers of docs/study.md.
 
-dualres analyze suites/nano/* && python benchmarks/streams.py suites/nano
+dualres analyze suites/nano/*-seed* && python benchmarks/streams.py suites/nano
 """
 
 import argparse
@@ -53,7 +53,7 @@ def main() -> None:
             method = run.name.rpartition("-seed")[0]
             methods.setdefault(method, []).append(found)
     if not methods:
-        raise SystemExit(f"no run in {suite} has an analysis: dualres analyze {suite}/*")
+        raise SystemExit(f"no run in {suite} has an analysis: dualres analyze {suite}/*-seed*")
     lines = []
     for name, (needs, value) in COLUMNS.items():
         for method, analyses in methods.items():

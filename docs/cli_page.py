@@ -34,7 +34,7 @@ INTRODUCTION = """\
 # Command line
 
 `dualres COMMAND --help` prints the same. A command exits with 0 on success, 1 if a check or a run
-failed, 2 for wrong input, and 130 if it was interrupted. `python -m dualres` is the same program.
+failed, 2 for invalid input, and 130 if it was interrupted. `python -m dualres` is the same program.
 """
 
 
