@@ -10,7 +10,7 @@ import time
 
 import torch
 
-from dualres.analyze.analysis import Protocol, analyze
+from dualres.analyze.analysis import AnalysisProtocol, analyze
 from dualres.config.loading import load_config
 from dualres.model.decoder import build_decoder
 from dualres.util.progress import duration
@@ -19,7 +19,7 @@ from dualres.util.tables import table
 
 def main() -> None:
     """Print seconds by part, the total, and the peak memory of the process."""
-    defaults = Protocol()
+    defaults = AnalysisProtocol()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("scale")
     parser.add_argument("residual")
@@ -33,7 +33,7 @@ def main() -> None:
     before = _peak()
     rows = max(args.sequences, args.retrieval_sequences)
     tokens = torch.randint(0, config.model.vocab_size, (rows, args.length), generator=torch.Generator().manual_seed(0))
-    protocol = Protocol(args.sequences, args.last, args.retrieval_sequences)
+    protocol = AnalysisProtocol(args.sequences, args.last, args.retrieval_sequences)
     starts: list[tuple[str, float]] = [("watching", time.monotonic())]  # of each part
 
     def show(text: str) -> None:

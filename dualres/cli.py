@@ -89,11 +89,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def make_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
-    """The main parser, and the parser of each command by name.
-
-    A command is a module of dualres.commands: the first line of its docstring is its summary in `dualres --help`, the
-    rest and EPILOG are its own help; `add_arguments` declares its arguments, and `run` runs it.
-    """
+    """The main parser, and the parser of each command by name."""
     parser = argparse.ArgumentParser(
         prog="dualres",
         formatter_class=argparse.RawDescriptionHelpFormatter,

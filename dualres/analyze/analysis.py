@@ -50,7 +50,7 @@ ARRAYS = {  # J streams  L layers  N blocks  O output streams  E experts
 Array = NDArray[np.float64]
 
 
-class Protocol(NamedTuple):
+class AnalysisProtocol(NamedTuple):
     """How many tokens each part uses; the defaults are the paper's, whose sequences have 4096 tokens."""
 
     sequences: int = 4  # for CKA, rescue and gates
@@ -74,7 +74,7 @@ class Analysis(NamedTuple):
 
 @torch.no_grad()
 def analyze(
-    decoder: Decoder, sequences: Tensor, protocol: Protocol, about: dict[str, Any], show: Show = silent
+    decoder: Decoder, sequences: Tensor, protocol: AnalysisProtocol, about: dict[str, Any], show: Show = silent
 ) -> Analysis:
     """Analyze the decoder on the first of `sequences` (B,T), as many as each part needs."""
     device = next(decoder.parameters()).device

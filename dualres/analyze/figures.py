@@ -12,7 +12,7 @@ from matplotlib.figure import Figure, SubFigure
 
 from dualres.analyze import panels
 from dualres.analyze.analysis import Analysis
-from dualres.analyze.panels import Limits, Size
+from dualres.analyze.panels import FigureSize, Limits
 from dualres.config.paper import GATE_RESCUE
 from dualres.util.atomic_files import write_bytes
 
@@ -28,7 +28,7 @@ class FigureKind(NamedTuple):
     title: str
     text: str  # what it shows, and what the paper reports
     needs: str  # the array it requires
-    size: Callable[[Analysis], Size]
+    size: Callable[[Analysis], FigureSize]
     draw: Draw
 
 
@@ -50,7 +50,7 @@ class Section(NamedTuple):
 
 def _kinds() -> Iterator[FigureKind]:
     """The kinds of figures.yaml, in its order."""
-    drawn: dict[str, tuple[Callable[[Analysis], Size], Draw]] = {
+    drawn: dict[str, tuple[Callable[[Analysis], FigureSize], Draw]] = {
         "cka": (panels.cka_size, panels.cka),
         "rescue": (panels.rescue_size, panels.rescue),
         "gates": (lambda analysis: (3.3, 2.7), panels.gates),

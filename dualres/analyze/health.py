@@ -20,7 +20,7 @@ def health(stack: ResidualStack, forward: Callable[[], object]) -> dict[str, flo
     """Metrics of the forward pass that `forward` runs; compiled blocks run eagerly. Non-finite values are omitted.
 
     analysis/rms_stream_j      RMS of stream j after the last layer
-    analysis/rms_history_most  largest RMS of H_0 … H_N
+    analysis/rms_history_max   largest RMS of H_0 … H_N
     analysis/cka               CKA of streams 0 and 1 after the same layer, mean over layers: 1 means they are copies
     analysis/write_gap         |E[β¹ − β⁰]| of the MLPs, mean over layers
     analysis/divergence        Jensen–Shannon divergence between the two streams' depth weights, mean over branches
@@ -30,7 +30,7 @@ def health(stack: ResidualStack, forward: Callable[[], object]) -> dict[str, flo
         forward()
     arrays = norms.arrays() | gates.arrays() | depth.arrays()
     metrics = {f"rms_stream_{j}": value for j, value in enumerate(arrays["stream_rms"][-1])}
-    metrics["rms_history_most"] = arrays["history_rms"].max()
+    metrics["rms_history_max"] = arrays["history_rms"].max()
     if stream_count(stack) > 1:
         metrics["cka"] = same_layer_cka(states.states()).mean()
     if "write_gaps" in arrays:

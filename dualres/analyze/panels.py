@@ -16,7 +16,7 @@ from matplotlib.ticker import EngFormatter, MaxNLocator
 from dualres.analyze.analysis import Analysis, Array
 from dualres.util.curves import COLORS, STYLES, smooth
 
-Size = tuple[float, float]  # inches
+FigureSize = tuple[float, float]  # inches
 SHARES, SIGNED = "viridis", "PuOr"  # color maps safe for color blindness; the first also in grayscale
 MAX_NUMBERED = 24  # largest side of a heat map whose cells show their values
 CELL = 0.24  # inches of a cell with a value
@@ -56,7 +56,7 @@ def limits(analyses: Iterable[Analysis]) -> Limits:
     )
 
 
-def cka_size(analysis: Analysis) -> Size:
+def cka_size(analysis: Analysis) -> FigureSize:
     pairs = len(_pairs(analysis))
     columns = min(pairs, 3)
     side = 0.9 + CELL * min(len(analysis.arrays["cka"][0, 0]), 10)
@@ -76,7 +76,7 @@ def cka(figure: Figure | SubFigure, analysis: Analysis, limits: Limits) -> None:
     figure.colorbar(mesh, ax=axes, label="linear CKA", shrink=0.8)
 
 
-def rescue_size(analysis: Analysis) -> Size:
+def rescue_size(analysis: Analysis) -> FigureSize:
     layers, streams = analysis.arrays["rescue"].shape
     return 1.7 + 0.5 * streams, 0.9 + CELL * min(layers, 16)
 
@@ -115,7 +115,7 @@ def gates(figure: Figure | SubFigure, analysis: Analysis, limits: Limits) -> Non
     figure.colorbar(points, ax=axis, label="layer", ticks=MaxNLocator(integer=True))
 
 
-def retrieval_size(analysis: Analysis) -> Size:
+def retrieval_size(analysis: Analysis) -> FigureSize:
     branches, outputs, states = analysis.arrays["retrieval"].shape
     return 1.2 + outputs * (0.7 + CELL * min(max(states, 4), 14)), 1.9 + 2 * CELL * min(branches // 2, 12)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dualres.analyze.taps import Change, Site, replacing
-from dualres.model.attention import Context
+from dualres.model.attention import Context, token_positions
 from dualres.model.block import ResidualBlock, after, embed
 from dualres.model.decoder import Decoder
 from dualres.residual.pathway import History
@@ -32,7 +32,7 @@ def kl_rescue(decoder: Decoder, sequences: Tensor, last: int, show: Show = silen
     total = torch.zeros(layers, streams + 1, dtype=torch.float64)
     for number, row in enumerate(sequences):
         embedding = decoder.vocabulary.embed(row[None])
-        context = decoder.context(embedding, torch.arange(len(row), device=row.device)[None], mask=None)
+        context = decoder.context(embedding, token_positions(len(row), 0, None, row.device), mask=None)
         history, blocks = embed(embedding, streams), list(decoder.stack)
         clean = _logits(decoder, blocks, history, context, last)
         branches = itertools.count()

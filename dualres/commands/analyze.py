@@ -92,7 +92,7 @@ def _data_for(folder: Path, data: Path | None) -> Path:
         raise ConfigError(f"{folder} is not a run: pass --data D, prepared with the model's tokenizer")
     data = Path(read_description(folder)["data"]["folder"])
     if not data.is_dir():
-        raise ConfigError(f"the training data of {folder} are no longer in {data}: pass --data D")
+        raise ConfigError(f"the training data of {folder} is no longer in {data}: pass --data D")
     return data
 
 
@@ -101,7 +101,7 @@ def _analyze(name: str, folder: Path, data: Path, args: argparse.Namespace, prog
     import numpy as np
 
     from dualres.analyze import figures
-    from dualres.analyze.analysis import FOLDER, Protocol, analyze, read_analysis, write_analysis
+    from dualres.analyze.analysis import FOLDER, AnalysisProtocol, analyze, read_analysis, write_analysis
     from dualres.data import shards
     from dualres.data.loader import Loader
     from dualres.hub.open_model import open_model
@@ -124,7 +124,7 @@ def _analyze(name: str, folder: Path, data: Path, args: argparse.Namespace, prog
             f"the held-out split of {data} has {loader.windows} sequences of {length} tokens, but {needed} are needed: "
             f"lower --sequences and --retrieval-sequences to {loader.windows}, or lower --length"
         )
-    protocol = Protocol(args.sequences, args.last, args.retrieval_sequences)
+    protocol = AnalysisProtocol(args.sequences, args.last, args.retrieval_sequences)
     key = {
         "identity": model.identity,
         "content": index.content,
@@ -134,8 +134,8 @@ def _analyze(name: str, folder: Path, data: Path, args: argparse.Namespace, prog
     }
     try:
         previous = read_analysis(folder / FOLDER)
-    except ConfigError as error:
-        progress.say(f"{error} (running now)")
+    except ConfigError:
+        progress.say(f"{folder / FOLDER} cannot be read: analyzing {name} again")
         previous = None
     if previous is not None and previous.about.get("key") == key:
         progress.say(f"{name}: already analyzed; see {folder / FOLDER}")

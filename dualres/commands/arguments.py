@@ -2,13 +2,22 @@
 
 import argparse
 import math
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
 from dualres.config.loading import names
 from dualres.config.schema import ConfigError
 
-KNOWN = f"scales:     {', '.join(names('scale'))}\nresiduals:  {', '.join(names('residual'))}\n"
+
+def listed(title: str, entries: Sequence[str]) -> str:
+    """A line of a help text that lists names, wrapped."""
+    line = f"{title + ':':12}{', '.join(entries)}"
+    return textwrap.fill(line, 100, subsequent_indent=" " * 12, break_on_hyphens=False) + "\n"
+
+
+RESIDUALS = listed("residuals", names("residual"))
+KNOWN = listed("scales", names("scale")) + RESIDUALS
 OVERRIDES = """
 overrides:
   --set changes any key of the scale and residual files and may be repeated:
@@ -19,7 +28,7 @@ overrides:
 def add_experiment(parser: argparse.ArgumentParser) -> None:
     """SCALE, RESIDUAL and --set, which define an experiment."""
     parser.add_argument("scale", metavar="SCALE", help="name of a scale, or path to a YAML file")
-    parser.add_argument("residual", metavar="RESIDUAL", help="name of a residual, or path to a YAML file")
+    parser.add_argument("residual", metavar="RESIDUAL", help="name of a residual method, or path to a YAML file")
     add_overrides(parser)
 
 
@@ -28,7 +37,7 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
 
 
 def add_checkpoint(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--checkpoint", choices=("last", "best"), default="last", help="of a run (default last)")
+    parser.add_argument("--checkpoint", choices=("last", "best"), default="last", help="which, of a run (default last)")
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:

@@ -9,12 +9,10 @@ import argparse
 from pathlib import Path
 
 from dualres.commands import arguments
-from dualres.config.loading import names
 from dualres.util.progress import Progress
 
 EPILOG = f"""\
-residuals:  {", ".join(names("residual"))}
-
+{arguments.RESIDUALS}
 examples:
   dualres convert models/llama-1b models/llama-1b-dar --residual dar-block
   dualres convert Qwen/Qwen3-0.6B models/qwen-dar --residual dar-block --set residual.branches_per_block=8

@@ -1,7 +1,7 @@
 """Turn an exported model into a run folder.
 
-The inverse of export: write FOLDER, which `dualres export` made from a run, to RUN as that run with one
-checkpoint: its weights, without optimizer state.
+The inverse of export: recreate a run folder RUN from FOLDER, which `dualres export` wrote from a run.
+RUN gets one checkpoint: the weights, without optimizer state.
 To continue training: dualres train SCALE RESIDUAL --from FOLDER
 """
 

@@ -70,11 +70,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def make_plan(args: argparse.Namespace, show: Show) -> "Plan":
-    """The plan for the arguments."""
     from dualres.plan.estimate import MeshEstimate, estimate
     from dualres.plan.plan import Plan
     from dualres.plan.search import check_memory, choose
     from dualres.train.engines.build import engine_mesh, engine_name
+    from dualres.train.loop import check_batch
     from dualres.train.preflight import USED_BY_ENGINE
 
     hardware = hardware_of(args)
@@ -85,13 +85,8 @@ def make_plan(args: argparse.Namespace, show: Show) -> "Plan":
     if searches:
         fixed = {"micro_batch", "recompute"} & set(train_overrides)
         config = choose(config, args.gpus, hardware, fixed, show).config
+    check_batch(config, args.gpus)
     mesh = engine_mesh(config, args.gpus)
-    if config.train.global_batch < config.train.micro_batch * mesh.data:
-        raise ConfigError(
-            f"train.global_batch={config.train.global_batch} has fewer micro-batches of "
-            f"{config.train.micro_batch} than the {mesh.data} data-parallel ranks of {mesh.describe()}: use "
-            f"--set train.global_batch={config.train.micro_batch * mesh.data} or more, or a larger tensor or pipeline"
-        )
     columns: dict[str, MeshEstimate | str] = {}
     for name in dict.fromkeys((*BASELINES, args.residual)):
         show(f"{mesh.describe()}: {name}")

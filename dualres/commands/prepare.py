@@ -16,8 +16,9 @@ from dualres.util.progress import Progress
 EPILOG = f"""\
 sources:
   python           documentation and source of Python's standard library: needs no network and no files
-  FILE or FOLDER   .txt, .jsonl and .parquet; .txt and .jsonl also as .gz or .zst. A .txt is split at blank
-                   lines into documents of about 16,000 characters; the others have one document per row
+  FILE or FOLDER   .txt, .jsonl (or .json, one object per line), .parquet; all but .parquet also as .gz or
+                   .zst. A .txt is split at blank lines into documents of about 16,000 characters; the
+                   others have one document per row
   OWNER/NAME       a Hugging Face dataset, streamed: HuggingFaceFW/fineweb-edu --subset sample-10BT
 tokenizers:
   bpe:4096         a byte-level BPE with 4,096 tokens, trained on the first 64 MiB of SOURCE
@@ -35,11 +36,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     defaults = Settings("", "")
     add("source", metavar="SOURCE", help="the documents, see below")
-    add("out", metavar="OUT", type=Path, help="folder for the shards: new, or of the same command")
-    add("--tokenizer", metavar="T", default="bpe:4096", help="default bpe:4096")
+    add("out", metavar="OUT", type=Path, help="output folder: new, or from an interrupted run of the same command")
+    add("--tokenizer", metavar="T", default="bpe:4096", help="tokenizer, see below (default bpe:4096)")
     add("--field", metavar="KEY", default=defaults.field, help="key or column of the text (default text)")
     add("--subset", metavar="S", help="subset of a Hugging Face dataset")
-    add("--split", metavar="S", default=defaults.split, help="its split (default train)")
+    add("--split", metavar="S", default=defaults.split, help="split of the dataset (default train)")
     add("--end-of-text", metavar="TOKEN", help="the end-of-text token of a tokenizer.json")
     add(
         "--held-out",

@@ -26,16 +26,11 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="folders of runs or suites")
-    parser.add_argument("-o", "--out", metavar="FILE", type=Path, default=DEFAULT_OUT, help=f"default {DEFAULT_OUT}")
-    parser.add_argument(
-        "--evaluation",
-        metavar="DIR",
-        type=Path,
-        action="append",
-        default=[],
-        help="an --out folder of `dualres evaluate`; may be repeated",
-    )
+    add = parser.add_argument
+    add("runs", metavar="RUN", nargs="+", type=Path, help="folders of runs or suites")
+    add("-o", "--out", metavar="FILE", type=Path, default=DEFAULT_OUT, help=f"output file (default {DEFAULT_OUT})")
+    repeated = "an --out folder of `dualres evaluate`; may be repeated"
+    add("--evaluation", metavar="DIR", type=Path, action="append", default=[], help=repeated)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,7 +1,7 @@
 """Compare residual methods: runs, table, loss curves.
 
 Train every residual with every seed at SCALE, with equal data order and budget, one run after another,
-then print a table: validation loss with a 95% confidence interval, the difference to `standard` paired by
+then print a table: validation loss with a 95% confidence interval, the difference from `standard`, paired by
 seed, and tokens/s and peak memory relative to `standard`. Also draws the loss curves. Repeat the command to
 resume an interrupted suite; finished runs are not run again.
 """
@@ -46,9 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seeds", metavar="N,N", help="default: train.seed of the scale, 42")
     add("--learning-rates", metavar="X,X", help="sweep these; the table shows each method at its best")
     add("--at", dest="stand_in", metavar="SCALE", help="run a preset at this scale instead of the paper's")
-    add("--data", metavar="D", type=Path, default=DEFAULT_DATA, help=f"prepared data ({DEFAULT_DATA})")
+    add("--data", metavar="D", type=Path, default=DEFAULT_DATA, help=f"prepared data (default {DEFAULT_DATA})")
     add("--out", metavar="DIR", type=Path, help="folder of the runs (default suites/SCALE)")
-    add("--processes", metavar="N", type=int, default=1, help="per run, on this machine (default 1)")
+    add("--processes", metavar="N", type=int, default=1, help="processes per run, on this machine (default 1)")
     add("--device", choices=("cpu", "cuda"), help="default: a GPU if available")
     add("--table", action="store_true", help="only print the table of the finished runs")
     arguments.add_overrides(parser)
@@ -84,7 +84,8 @@ def run(args: argparse.Namespace) -> int:
             curves.savefig(suite.out / name, dpi=150)
         print(f"\nwrote {', '.join(str(suite.out / name) for name in (TABLE, RESULTS, *CURVES))}")
     if not finished:
-        say(f"dualres: no run of this suite is finished in {suite.out}")
+        remedy = ": run the command without --table to train them" if args.table else ""
+        say(f"dualres: no run of this suite is finished in {suite.out}{remedy}")
     if failed:
         which = ", ".join(run.name for run in failed)
         say(f"dualres: {len(failed)} of {len(suite.runs)} runs failed, see above: {which}. Rerun the command to retry")
@@ -92,7 +93,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def parse_suite(args: argparse.Namespace) -> "Suite":
-    """The suite that the arguments describe."""
     from dualres.report.suite import Suite, all_runs
 
     arguments.check_positive(args, "processes")

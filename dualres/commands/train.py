@@ -40,7 +40,7 @@ examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     arguments.add_experiment(parser)
-    add("--data", metavar="D", type=Path, default=DEFAULT_DATA, help=f"prepared data ({DEFAULT_DATA})")
+    add("--data", metavar="D", type=Path, default=DEFAULT_DATA, help=f"prepared data (default {DEFAULT_DATA})")
     add("--out", metavar="RUN", type=Path, help="run folder (default runs/SCALE-RESIDUAL)")
     add(
         "--from",
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def config_from_model(args: argparse.Namespace) -> Config:
-    """The recipe of SCALE for the model of --from; raises if the data have a different tokenizer."""
+    """The recipe of SCALE for the model of --from; raises if the data has a different tokenizer."""
     from dualres.hub.open_model import open_start
 
     start = open_start(args.start, args.data).decoder
@@ -127,7 +127,7 @@ def dry_run(config: Config, args: argparse.Namespace, out: Path) -> int:
 
 
 def ensure_default_data(data: Path) -> None:
-    """Prepare the default data set if it is used and missing."""
+    """Prepare the default dataset if it is used and missing."""
     if data == DEFAULT_DATA and not (data / INDEX).exists():
         Progress().say(f"preparing {PYTHON}, the text of the standard library, into {data} (once)")
         prepare_with_progress(Settings(PYTHON, "bpe:4096"), data)
@@ -137,14 +137,12 @@ def introduce(config: Config, args: argparse.Namespace, out: Path, world: "World
     """Print what is trained, where, and which settings of the recipe are not used."""
     from dualres.train.engines.build import engine_name
     from dualres.train.preflight import other_dataset, unused_mesh
-    from dualres.train.recipe import steps_of
 
-    steps, tokens = steps_of(config.train, config.model.context), config.train.global_batch * config.model.context
     progress.say(
-        f"{args.scale} × {args.residual} on {args.data}: {steps:,} steps of {short(tokens)} tokens, "
-        f"{world.size} × {world.device.type}, into {out}"
+        f"{args.scale} × {args.residual} on {args.data}: {config.steps:,} steps of {short(config.tokens_per_step)} "
+        f"tokens, {world.size} × {world.device.type}, into {out}"
     )
     if args.data == DEFAULT_DATA and (other := other_dataset(config)):
-        progress.say(f"{args.data} is {PYTHON}{other}")
+        progress.say(f"{args.data} is Python's standard library{other}")
     if (unused := unused_mesh(config, engine_name(config, world.size))) is not None:
         progress.say(unused)

@@ -82,7 +82,7 @@ class ModelConfig:
     width: Size
     """width of a residual stream, d"""
     heads: Size
-    """attention heads; must divide `width` into even parts"""
+    """attention heads; unless `head_size` is set, `width / heads` must be an even integer"""
     kv_heads: Size
     """key-value heads, each shared by `heads / kv_heads` query heads"""
     ffn_width: Size | None = None
@@ -221,7 +221,7 @@ class ParallelConfig:
     context: PositiveInt = 1
     """context-parallel ranks; not implemented, above 1 is an error"""
     sequence_parallel: bool = False
-    """split the tokens between branches along the sequence; required for `tensor` above 1"""
+    """shard activations outside the branches along the sequence; required for `tensor` above 1"""
     zero_stage: Annotated[int, Bounds(minimum=0, maximum=3)] = 0
     """ZeRO stage of `engine: deepspeed`: shards optimizer state (1), gradients (2), parameters (3)"""
 
@@ -283,9 +283,9 @@ class TrainConfig:
     keep_checkpoints: PositiveInt = 3
     """number of latest checkpoints to keep, in addition to the best"""
     untimed_steps: NonNegativeInt = 300
-    """steps after a start that are excluded from the reported throughput"""
+    """steps after a launch or resume that are excluded from the reported throughput"""
     timeout: PositiveFloat = 1800.0
-    """seconds to wait for another process in a step, including the first; 1800 at a start, at least 1800 in a save"""
+    """seconds to wait for another process in a step, including the first; startup: 1800; a save: at least 1800"""
     peak_flops: PositiveFloat | None = None
     """peak FLOP/s of one device, for the utilization; null: measured with a matrix product"""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -323,15 +323,14 @@ class Config:
     def __post_init__(self) -> None:
         convert_fields(self, "")
         model, train, parallel = self.model, self.train, self.train.parallel
-        step = train.global_batch * model.context
-        if train.tokens < step:
+        if train.tokens < self.tokens_per_step:
             raise ConfigError(
                 f"train.tokens={train.tokens} is less than one step of train.global_batch={train.global_batch} × "
-                f"model.context={model.context} tokens: use at least {step}"
+                f"model.context={model.context} tokens: use at least {self.tokens_per_step}"
             )
-        if train.warmup_steps > train.tokens // step:
+        if train.warmup_steps > self.steps:
             raise ConfigError(
-                f"train.warmup_steps={train.warmup_steps} exceeds the {train.tokens // step} steps that "
+                f"train.warmup_steps={train.warmup_steps} exceeds the {self.steps} steps that "
                 f"train.tokens={train.tokens} allow: use fewer, such as a tenth of them"
             )
         heads = {"model.heads": model.heads, "model.kv_heads": model.kv_heads}
@@ -341,6 +340,15 @@ class Config:
         elif parallel.expert > 1:
             raise ConfigError(f"train.parallel.expert={parallel.expert} needs experts: use 1, or set model.moe")
         at_most("train.parallel.pipeline", parallel.pipeline, "model.layers", model.layers)
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.train.global_batch * self.model.context
+
+    @property
+    def steps(self) -> int:
+        """The steps in the token budget; a last, partial batch is dropped."""
+        return self.train.tokens // self.tokens_per_step
 
     def to_dict(self) -> dict[str, Any]:
         """The sections with all their keys; `build(Config, …, "")` restores the same config from them."""

@@ -29,7 +29,6 @@ class Shard:
     file: str
     tokens: int
     documents: int
-    largest: int  # token id
     checksum: str  # blake2b of the file
 
 
@@ -66,7 +65,7 @@ class ShardWriter:
         self.partial = partial_of(path)
         self.file = self.partial.open("wb")
         self.hash = hashlib.blake2b(digest_size=16)
-        self.tokens = self.documents = self.largest = 0
+        self.tokens = self.documents = 0
 
     def add(self, document: NDArray[np.uint32]) -> None:
         """Append the tokens of one document, including end of text."""
@@ -76,7 +75,6 @@ class ShardWriter:
         self.hash.update(data)
         self.tokens += len(document)
         self.documents += 1
-        self.largest = max(self.largest, int(document.max()))
 
     def close(self) -> Shard | None:
         """The finished shard, which replaces one left by an interruption; None if nothing was written."""
@@ -88,7 +86,7 @@ class ShardWriter:
             self.path.unlink(missing_ok=True)
             return None
         self.partial.replace(self.path)
-        return Shard(self.path.name, self.tokens, self.documents, self.largest, self.hash.hexdigest())
+        return Shard(self.path.name, self.tokens, self.documents, self.hash.hexdigest())
 
 
 def write_index(folder: Path, index: Index) -> None:
@@ -127,7 +125,7 @@ def check_sizes(folder: Path, index: Index) -> None:
 
 
 def read_tokenizer(folder: Path, index: Index) -> tokenizers.Tokenizer:
-    """The tokenizer of the shards; a different one in its place raises."""
+    """The tokenizer of the shards. Raises if the file holds a different one."""
     tokenizer = tokenizers.load(folder / TOKENIZER, index.end_of_text)
     if tokenizer.fingerprint != index.fingerprint:
         raise DataError(

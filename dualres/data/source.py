@@ -24,6 +24,7 @@ DOCUMENT_CHARACTERS = 16_000  # in a text file: a document ends with the paragra
 MAX_CHARACTERS = 64_000  # or at this one, since a text without blank lines must not fill the memory
 FORMATS = (".txt", ".jsonl", ".json", ".parquet")
 COMPRESSIONS = (".gz", ".zst")
+ENDINGS = f"that ends with {', '.join(FORMATS)} (all but .parquet also with {' or '.join(COMPRESSIONS)})"
 BUFFER, ROWS = 2**20, 128  # bytes and rows of a Parquet file read at a time
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
@@ -50,7 +51,7 @@ def open_source(name: str, field: str = "text", subset: str | None = None, split
     if path.is_dir():
         files = sorted(p for p in path.rglob("*") if p.is_file() and _format(p) in FORMATS)
         if not files:
-            raise DataError(f"{path} has no file that ends with {', '.join(FORMATS)} (or these with .gz or .zst)")
+            raise DataError(f"{path} has no file {ENDINGS}: add one, or pass a different source")
         return [_file(p, p.relative_to(path).as_posix(), field) for p in files]
     if name.count("/") == 1 and not name.startswith((".", "/")) and not name.endswith(FORMATS + COMPRESSIONS):
         return [SourcePart(f"{name} {subset or ''} {split}", 0, lambda: _dataset(name, subset, split, field))]
@@ -67,7 +68,7 @@ def _format(path: Path) -> str:
 def _file(path: Path, name: str, field: str) -> SourcePart:
     readers = {".txt": _text, ".jsonl": _jsonl, ".json": _jsonl, ".parquet": _parquet}
     if _format(path) not in FORMATS:
-        raise DataError(f"{path} has an unknown format: name it {', '.join(FORMATS)}, or these with .gz or .zst")
+        raise DataError(f"{path} has an unknown format: use a file {ENDINGS}")
     return SourcePart(name, path.stat().st_size, functools.partial(readers[_format(path)], path, field))
 
 
@@ -135,7 +136,7 @@ def _parquet(path: Path, field: str) -> Iterator[str]:
             for number, text in enumerate(rows, start=1):
                 yield _text_of({field: text}, field, f"{path}, row {number}")
     except (OSError, UnicodeDecodeError, need("pyarrow", "data", "reading Parquet").ArrowException) as error:
-        raise DataError(f"{path} cannot be read as Parquet: {error}") from None
+        raise DataError(f"{path} cannot be read as Parquet: {error}; restore or remove it") from None
 
 
 def _dataset(name: str, subset: str | None, split: str, field: str) -> Iterator[str]:
@@ -147,10 +148,9 @@ def _dataset(name: str, subset: str | None, split: str, field: str) -> Iterator[
     except DataError:
         raise
     except Exception as error:  # no network, no such dataset, a gated one: `datasets` raises many kinds
-        why = " ".join(str(error).split())
-        raise DataError(
-            f"{name} is not a file or folder, and cannot be read as a dataset: {type(error).__name__}: {why}"
-        ) from None
+        why = " ".join(f"{type(error).__name__}: {error}".split())
+        remedy = "check the name, the network and your access"
+        raise DataError(f"{name} is not a file or folder, and cannot be read as a dataset: {why}; {remedy}") from None
 
 
 def _text_of(row: Any, field: str, where: str) -> str:

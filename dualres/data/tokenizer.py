@@ -84,7 +84,8 @@ def read_backend(path: Path) -> tokenizers.Tokenizer:
     try:
         return tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # `tokenizers` raises plain exceptions
-        raise DataError(f"{path} is not a tokenizer.json that `tokenizers` can read: {error}") from None
+        remedy = "restore it, or use another"
+        raise DataError(f"{path} is not a tokenizer.json that `tokenizers` can read: {error}; {remedy}") from None
 
 
 def load(path: Path, end_of_text: int | str | None = None) -> Tokenizer:

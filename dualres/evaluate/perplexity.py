@@ -26,7 +26,7 @@ BUFFER = 2**21  # characters of documents that are tokenized together, and sorte
 MEASURES = ("token_ppl", "byte_ppl", "bits_per_byte")
 
 FirstToken = Literal["scored", "skipped"]
-Tokens = NDArray[np.int64]
+TokenIds = NDArray[np.int64]
 
 
 class SourceScore(NamedTuple):
@@ -73,7 +73,7 @@ class Window:
     """Consecutive tokens of a document: each but the first is predicted from those before it."""
 
     document: int  # from 1
-    tokens: Tokens  # (T+1)
+    tokens: TokenIds  # (T+1)
 
     def __len__(self) -> int:
         return len(self.tokens) - 1
@@ -128,7 +128,7 @@ def pooled(scores: Sequence[SourceScore]) -> SourceScore:
     """PPL = exp(−Σ_s Σ_t log p(x_{s,t}) / Σ_s N_s), the paper's aggregate; likewise per byte."""
     protocols = {(score.first_token, score.context) for score in scores}
     if len(protocols) != 1:
-        raise DataError(f"scores of different protocols cannot be pooled: {sorted(protocols)}")
+        raise DataError(f"scores of {sorted(protocols)} cannot be pooled: use one --context and one --first-token")
     [(first_token, context)] = protocols
     return SourceScore(
         "pooled",
@@ -161,7 +161,8 @@ def check_vocabulary(model: TrainedModel) -> None:
             f"{size:,} entries: use the tokenizer that the model was trained with"
         )
     if not 0 <= model.prefix < size:
-        raise DataError(f"the prefix of {model.name}, token {model.prefix:,}, is not in its vocabulary of {size:,}")
+        token = f"the start token of {model.name}, {model.prefix:,}"
+        raise DataError(f"{token}, is not in its vocabulary of {size:,}: use the tokenizer that it was trained with")
 
 
 def target_nats(logits: Tensor, targets: Tensor) -> Tensor:
@@ -189,7 +190,7 @@ def window_nats(model: TrainedModel, windows: Sequence[Window]) -> list[float]:
     return nats.masked_fill(padding, 0).sum(-1).tolist()
 
 
-def _windows(tokens: Tokens, model: TrainedModel, first_token: FirstToken) -> Iterator[Tokens]:
+def _windows(tokens: TokenIds, model: TrainedModel, first_token: FirstToken) -> Iterator[TokenIds]:
     scored = first_token == "scored"
     row = np.concatenate([[model.prefix], tokens]) if scored else tokens
     for start in range(0, len(tokens), model.context):
@@ -198,7 +199,7 @@ def _windows(tokens: Tokens, model: TrainedModel, first_token: FirstToken) -> It
             yield window
 
 
-def _tokenized(model: TrainedModel, documents: list[str]) -> Iterator[Tokens]:
+def _tokenized(model: TrainedModel, documents: list[str]) -> Iterator[TokenIds]:
     encoded = model.hf_tokenizer(
         documents,
         add_special_tokens=False,

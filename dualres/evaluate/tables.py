@@ -171,9 +171,9 @@ def _notes(table: str, models: Sequence[ModelResult], request: EvaluationRequest
 def _describe_sources(request: EvaluationRequest) -> str:
     """The sources, for a title."""
     if is_paloma(request):
-        return f"Paloma, its sixteen sources as in {request.documents}"
+        return f"the sixteen Paloma sources in {request.documents}"
     count = len(request.sources)
-    return f"{count} {'source' if count == 1 else 'sources'} of {request.documents}, which are not Paloma"
+    return f"{count} {'source' if count == 1 else 'sources'} in {request.documents} (not Paloma)"
 
 
 def _by_model(models: Sequence[ModelResult], texts: Sequence[str | None]) -> str:

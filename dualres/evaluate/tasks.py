@@ -111,7 +111,7 @@ def _read(task: ZeroShotTask, split: str, origin: str, rows: Iterable[tuple[str,
             note = UNTITLED
         digest.update(json.dumps(documents[-1], sort_keys=True).encode())
     if not documents:
-        raise DataError(f"{origin} has no documents of {task.name}: the file is empty")
+        raise DataError(f"{origin} has no documents of {task.name}: add some, or remove the task from --zero-shot")
     return TaskDocuments(task, split, origin, digest.hexdigest(), tuple(documents), note)
 
 

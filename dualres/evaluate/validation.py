@@ -1,4 +1,4 @@
-"""Validation loss on the held-out tokens of a prepared folder, as training computes it."""
+"""Validation loss on the held-out tokens of a prepared folder, in the windows that training validates on."""
 
 import dataclasses
 import math
@@ -35,7 +35,7 @@ def validation_loss(
     """Mean loss on the `validation` split in text order, in windows of the model's context.
 
     `tokens` limits the number of tokens to whole windows, at least one, like `train.validation_tokens`; None uses all.
-    Documents are packed as in training: a token attends to its whole window.
+    Documents are packed, and a token attends to its whole window even if the run used train.documents=isolate.
     """
     index = shards.read_index(data)
     model.check_tokens(data)

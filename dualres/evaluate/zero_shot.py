@@ -149,18 +149,18 @@ def harness_task(documents: TaskDocuments, limit: int | None) -> Any:
 def _check_documents(task: Any, documents: TaskDocuments, limit: int | None) -> None:
     """Raise for documents that the harness would silently score as wrong, or divide by zero for."""
     for number, document in enumerate(itertools.islice(task.task_docs, limit), start=1):
-        where = f"document {number} of {documents.origin} ({documents.task.name})"
+        where, remedy = f"document {number} of {documents.origin} ({documents.task.name})", "fix or remove it"
         try:
             choices, target = task.doc_to_choice(document), task.doc_to_target(document)
             # WinoGrande: the prompts are the choices, and the harness returns the correct one as the text.
             correct = task.doc_to_text(document) if task.multiple_input else target
             answers = [target] if task.multiple_input else choices
         except Exception as error:
-            raise DataError(f"{where} cannot be read by the harness: {_describe(error)}") from None
+            raise DataError(f"{where} cannot be read by the harness: {_describe(error)}; {remedy}") from None
         if not isinstance(correct, int) or not 0 <= correct < len(choices):
-            raise DataError(f"{where} has the correct answer {correct!r}, not one of its {len(choices)} choices")
+            raise DataError(f"{where} has the correct answer {correct!r}, outside its {len(choices)} choices: {remedy}")
         if not all(answer.strip() for answer in answers):
-            raise DataError(f"{where} has an empty answer: {answers}")
+            raise DataError(f"{where} has an empty answer in {answers}: {remedy}")
 
 
 class _Hooks:

@@ -6,6 +6,9 @@ convert     converts a Llama, Mistral or Qwen to another residual pathway with u
 hf_model    the decoder as a `PreTrainedModel`, with `hf_config` as its config
 megatron    residual pathways in a Megatron-Core GPT
 
+Their parts: `model_folder` reads and checks a saved model, `llama` maps Llama-family configs and weights to ours,
+`model_card` writes the README of an exported folder, `remote_code` bundles the code that loads it without dualres.
+
 Importing this package registers dualres models with the Auto classes of `transformers`, if it is installed:
 `import dualres.hub`, then `AutoModelForCausalLM.from_pretrained(folder)`.
 """
@@ -13,14 +16,18 @@ Importing this package registers dualres models with the Auto classes of `transf
 import contextlib
 
 from dualres.util import optional_dependencies
+from dualres.util.optional_dependencies import MissingExtraError, missing
 
 
 def register() -> None:
     """Register dualres models with the Auto classes of `transformers`."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
 
-    from dualres.hub.hf_config import DualResConfig
-    from dualres.hub.hf_model import DualResForCausalLM
+        from dualres.hub.hf_config import DualResConfig
+        from dualres.hub.hf_model import DualResForCausalLM
+    except ImportError as error:  # not installed, or too old
+        raise MissingExtraError(f"{missing('transformers', 'hub', 'a Hugging Face model')} ({error})") from None
 
     AutoConfig.register(DualResConfig.model_type, DualResConfig, exist_ok=True)
     AutoModelForCausalLM.register(DualResConfig, DualResForCausalLM, exist_ok=True)

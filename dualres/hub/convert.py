@@ -1,4 +1,4 @@
-"""Convert a pretrained Llama-family checkpoint to any residual pathway, with equal outputs at the start.
+"""Convert a pretrained Llama-family checkpoint to any residual pathway, with unchanged outputs at initialization.
 
 With queries and gate scales at 0, every method reads the standard residual's state divided by a number c, which a norm
 with eps / c² cancels exactly. The eps of all reads are stored in the config.

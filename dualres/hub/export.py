@@ -62,7 +62,7 @@ def _as_llama(model: TrainedModel) -> Any:
     ours, decoder = model.hf_model, model.decoder
     method = decoder.residual_config.method
     if method != "standard":
-        raise ModelError(f"{model.name} has the residual {method}: only `standard` can be exported as Llama")
+        raise ModelError(f"{model.name} uses {method}: only `standard` can be exported as Llama; use --form dualres")
     tokens = {name: getattr(ours.config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     kind, fields = llama.their_config(decoder.config, model.name, **tokens)
     config = transformers.AutoConfig.for_model(kind, **fields)
@@ -157,8 +157,8 @@ def _history(record: Mapping[str, Any] | None) -> tuple[list[str], dict[str, Any
     start = f", starting from the weights of `{record['start']}`" if "start" in record else ""
     recipe = "\n".join(f"| {key} | {value} |" for key, value in train.items() if key not in ("parallel",))
     origin = [
-        f"Trained with dualres {record['dualres']} on `{data['folder']}` (content `{data['content']}`, the recipe "
-        f"names {train['dataset']}): {state['step']:,} steps, {tokens:,} tokens{start}.",
+        f"Trained with dualres {record['dualres']} on `{data['folder']}` (content hash `{data['content']}`; the "
+        f"recipe's dataset is {train['dataset']}): {state['step']:,} steps, {tokens:,} tokens{start}.",
         f"<details><summary>Training recipe</summary>\n\n| train | |\n|---|---|\n{recipe}\n\n</details>",
     ]
     measurements = {"training steps": f"{state['step']:,}", "training tokens": f"{tokens:,}"}

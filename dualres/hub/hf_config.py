@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
-from dualres.config.schema import ModelConfig, ResidualConfig  # dualres.config would copy YAML loading with the model
+from dualres.config.schema import ModelConfig, ResidualConfig
 from dualres.config.validation import convert
 
 

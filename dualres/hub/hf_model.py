@@ -12,7 +12,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
 from dualres.hub.hf_config import DualResConfig
-from dualres.model.attention import RouterReport
+from dualres.model.attention import RouterReport, token_positions
 from dualres.model.block import recompute_blocks
 from dualres.model.decoder import Decoder, reset_module
 from dualres.residual import registry
@@ -80,7 +80,9 @@ class DualResForCausalLM(PreTrainedModel, GenerationMixin):
         if use_cache and past_key_values is None and not self.training and not recomputed:
             past_key_values = DynamicCache(config=self.config)
         if position_ids is None:
-            position_ids = _positions(embedding, attention_mask, past_key_values)
+            past = 0 if past_key_values is None else past_key_values.get_seq_length()
+            padding = attention_mask if attention_mask is not None and attention_mask.ndim == 2 else None
+            position_ids = token_positions(embedding.shape[1], past, padding, embedding.device)
         mask: Any = create_causal_mask(
             config=self.config,
             inputs_embeds=embedding,
@@ -160,14 +162,6 @@ class DualResForCausalLM(PreTrainedModel, GenerationMixin):
     def _init_weights(self, module: nn.Module) -> None:
         """Initialize the new rows when `transformers` resizes an embedding."""
         reset_module(module, self.decoder.config.init_std, None)
-
-
-def _positions(embedding: Tensor, attention_mask: Tensor | None, cache: Any) -> Tensor:
-    """Positions counted from the first token that is not padding. -> (B or 1,T)"""
-    past, length = (0 if cache is None else cache.get_seq_length()), embedding.shape[1]
-    if attention_mask is None or attention_mask.ndim != 2:
-        return torch.arange(past, past + length, device=embedding.device)[None]
-    return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, past : past + length]
 
 
 def _fraction_of_step(labels: Tensor | None, kwargs: dict[str, Any]) -> float:

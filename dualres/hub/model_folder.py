@@ -55,7 +55,8 @@ def local_folder(source: str) -> Path:
         return Path(hub.snapshot_download(source, allow_patterns=DOWNLOADED, ignore_patterns=NOT_DOWNLOADED))
     except Exception as error:  # network, name or permission
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ModelError(f"{source} is neither a folder nor a model on the Hub ({reason})") from None
+        remedy = "check the name, the network and your access to it"
+        raise ModelError(f"{source} is neither a folder nor a model on the Hub ({reason}): {remedy}") from None
 
 
 def read_saved(folder: Path) -> Saved:
@@ -187,7 +188,8 @@ def read_by_transformers(path: Path) -> Iterator[None]:
         raise
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ModelError(f"transformers cannot read {path}: {reason:.500}") from None
+        remedy = "restore it from its source, or upgrade transformers"
+        raise ModelError(f"transformers cannot read {path}: {reason:.500}; {remedy}") from None
 
 
 def check_new(folder: Path) -> None:

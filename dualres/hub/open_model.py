@@ -112,7 +112,8 @@ class TrainedModel:
         for token in (tokenizer.bos_token_id, tokenizer.eos_token_id):
             if token is not None:
                 return int(token)
-        raise ModelError(f"the tokenizer of {self.folder} has neither a BOS nor an EOS token to start a document with")
+        missing = f"the tokenizer of {self.folder} has neither a BOS nor an EOS token to start a document with"
+        raise ModelError(f"{missing}: set one in its tokenizer_config.json")
 
     @property
     def ends(self) -> frozenset[int]:
@@ -154,7 +155,7 @@ class TrainedModel:
         return self.tokenizer
 
     def check_tokens(self, data: Path) -> None:
-        """Raise if the data were prepared with a different tokenizer."""
+        """Raise if the data was prepared with a different tokenizer."""
         index = shards.read_index(data)
         theirs = shards.read_tokenizer(data, index)
         if self.backend is None or not same_tokens(self.backend, theirs.backend, index.end_of_text):
@@ -167,7 +168,7 @@ class TrainedModel:
     def identity(self) -> str:
         """Cache key: a hash of weights, config, tokenizer and dtype."""
         if self.checkpoint is not None:  # its manifest has the checksums of the weights
-            files = [self.folder / model_folder.CONFIG, self.checkpoint / checkpoints.MANIFEST]
+            files = [self.folder / run_folder.CONFIG, self.checkpoint / checkpoints.MANIFEST]
         else:
             others = [path for path in sorted(self.folder.iterdir()) if path.suffix in IDENTIFYING]
             files = [*others, *model_folder.weight_files(self.folder)]
@@ -190,7 +191,7 @@ def open_model(
     """Load the model of a run or of a saved model's folder, after checking its weights against its config.
 
     checkpoint     of a run: last or best
-    device         cpu, cuda, cuda:N or auto; meta checks a saved model without loading weights or tokenizer
+    device         cpu, cuda, cuda:N or auto
     dtype          float32, bfloat16 or float16; auto keeps the saved dtype
     architectures  dualres rejects other models; any opens every causal LM that `transformers` supports
 
@@ -202,17 +203,15 @@ def open_model(
     if run_folder.is_run(folder):
         model = _open_run(folder, checkpoint)
     else:
+        if checkpoint != "last":
+            raise ModelError(f"{folder} is a saved model, not a run: --checkpoint does not apply")
         saved = model_folder.read_saved(folder)
         if saved.config.get("model_type") != model_folder.MODEL_TYPE and architectures == "any":
             model = _open_saved(folder, dtype)
             _check_causal(model)
             model.network.to(place)
             return model
-        decoder = model_folder.check_saved(saved)
-        if checkpoint != "last":
-            raise ModelError(f"{folder} is an exported model, not a run: --checkpoint does not apply")
-        if place.type == "meta":
-            return TrainedModel(folder.resolve().name, folder, decoder, None, decoder.config.context)
+        model_folder.check_saved(saved)
         model = _open_saved(folder, "auto")
     model.network.to(place, None if dtype == "auto" else getattr(torch, dtype)).eval()
     return model
@@ -222,7 +221,8 @@ def open_start(folder: Path, data: Path) -> TrainedModel:
     """Check the saved model that training on `data` starts from; the engine loads the weights."""
     if run_folder.is_run(folder):
         raise ModelError(f"{folder} is a run: export it with `dualres export {folder} OUT`, and pass --from OUT")
-    model = open_model(folder, device="meta")
+    decoder = model_folder.check_saved(model_folder.read_saved(folder))
+    model = TrainedModel(folder.resolve().name, folder, decoder, None, decoder.config.context)
     if others := sorted({*folder.glob("*.safetensors")} - {*model_folder.weight_files(folder)}):
         raise ModelError(
             f"{others[0]} does not belong to the model in {folder}, but training would load it: move it elsewhere"
@@ -247,9 +247,9 @@ def as_transformers(tokenizer: Tokenizer, context: int) -> Any:
 
 
 def pick_device(name: str) -> torch.device:
-    """The device for auto (a GPU if available), cpu, meta, cuda or cuda:N, which must exist."""
+    """The device for auto (a GPU if available), cpu, cuda or cuda:N, which must exist."""
     gpus = torch.cuda.device_count()
-    if not re.fullmatch(r"auto|cpu|meta|cuda(:\d+)?", name):
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", name):
         raise ConfigError(f"--device {name} is not a device: use auto, cpu, cuda or cuda:N")
     device = torch.device(("cuda" if gpus else "cpu") if name == "auto" else name)
     if device.type == "cuda" and (device.index or 0) >= gpus:
@@ -320,4 +320,4 @@ def _check_causal(model: TrainedModel) -> None:
     first, second = model.logits(torch.tensor([[0, 1, 0, 1], [0, 1, 0, 0]]))[:, :3].float()
     if (first - second).square().mean() > 1e-6 * first.square().mean():
         reason = "its outputs depend on future tokens"
-        raise ModelError(f"{model.folder} is not a causal language model ({reason}): its scores would be meaningless")
+        raise ModelError(f"{model.folder} is not a causal language model ({reason}): pass a model that is causal")

@@ -96,9 +96,8 @@ def flops_per_token(decoder: Decoder) -> Flops:
 
 def state_bytes_per_token(decoder: Decoder, bytes_per_element: int = 2) -> StateBytes:
     """Bytes of residual state of one token in the forward pass, by default in bfloat16."""
-    blocks = list(decoder.stack)
     state = decoder.stack.streams * decoder.config.width * bytes_per_element
-    states = 1 + len(blocks) if blocks[-1].pathway.keeps_history else 1
+    states = 1 + len(decoder.stack.blocks) if decoder.stack.keeps_history else 1
     return StateBytes(states * state, state)
 
 
@@ -192,20 +191,9 @@ class Arithmetic(TorchDispatchMode):
         return out
 
 
-_MOVES = {  # operations that only copy or create
-    torch.ops.aten._to_copy,
-    torch.ops.aten._unsafe_view,
-    torch.ops.aten.cat,
-    torch.ops.aten.clone,
-    torch.ops.aten.constant_pad_nd,
-    torch.ops.aten.copy_,
-    torch.ops.aten.empty,
-    torch.ops.aten.fill,
-    torch.ops.aten.fill_,
-    torch.ops.aten.flip,
-    torch.ops.aten.new_zeros,
-    torch.ops.aten.stack,
-}
+# Operations that only copy or create.
+_COPIES = "_to_copy _unsafe_view cat clone constant_pad_nd copy_ empty fill fill_ flip new_zeros stack"
+_MOVES = {getattr(torch.ops.aten, name) for name in _COPIES.split()}
 
 
 def _count(module: nn.Module) -> int:

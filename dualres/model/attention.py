@@ -150,6 +150,13 @@ def rotary_frequencies(
     return (1 - kept) * slowed + kept * frequencies
 
 
+def token_positions(length: int, past: int, attention_mask: Tensor | None, device: torch.device) -> Tensor:
+    """Positions of `length` new tokens after `past` cached ones, from the first unmasked token. -> (B or 1,T)"""
+    if attention_mask is None:
+        return torch.arange(past, past + length, device=device)[None]
+    return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, past : past + length]
+
+
 def causal_mask(
     tokens: int, past: int, attention_mask: Tensor | None, documents: Tensor | None, device: torch.device
 ) -> Tensor | None:

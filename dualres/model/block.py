@@ -86,7 +86,7 @@ def input_norm(branch: nn.Module) -> Norm | None:
 def checked_update(update: Tensor, h: Tensor) -> Tensor:
     """The output of a branch for `h`, made contiguous so that no later read has to copy it.
 
-    A different shape raises: it would be broadcast into the streams silently.
+    Raises for a different shape, which would silently be broadcast into the streams.
     """
     if not isinstance(update, Tensor) or update.shape != h.shape:
         result = tuple(update.shape) if isinstance(update, Tensor) else type(update).__name__
@@ -106,6 +106,11 @@ class ResidualStack(nn.Module):
     def __iter__(self) -> Iterator[ResidualBlock]:
         """The blocks, from the embedding up."""
         return iter(cast(Sequence[ResidualBlock], self.blocks))
+
+    @property
+    def keeps_history(self) -> bool:
+        """Whether a block sees all states before it, or only the last."""
+        return next(iter(self)).pathway.keeps_history
 
     def start_divisors(self) -> list[float]:
         """The divisors of the standard residual's state in every branch's input and the output, at the zero start.
@@ -147,8 +152,8 @@ def residual_stack(
     """Put branches, each a module (B,T,D) -> (B,T,D) with its own input norm, on a residual pathway.
 
     `residual` is a method's name, such as "dar-block", or a `ResidualConfig` with its options. With
-    `share_parameters=True` every second branch of a block shares its parameters, since attention and feed-forward
-    alternate; for branches in a different order use `share_parameters=False`.
+    `share_parameters=True` every second branch of a block shares its queries and gates, since attention and
+    feed-forward alternate; for branches in a different order use `share_parameters=False`.
     """
     config = ResidualConfig(residual) if isinstance(residual, str) else residual
     network = registry.build(dim, len(branches), config, eps)
@@ -203,7 +208,7 @@ def recompute_blocks(stack: ResidualStack, how: Recompute) -> None:
 def compile_blocks(stack: ResidualStack, **options: Any) -> None:
     """`torch.compile` every block separately, in place. Copies of the stack are not compiled: call this for each copy.
 
-    This changes two PyTorch settings for the whole process. All blocks share one `forward`, and each has a history of a
+    This changes two PyTorch settings for the whole process. All blocks share one `run`, and each has a history of a
     different length, so the recompilation limit grows with the number of blocks. And backward passes run without
     autocast, as in eager mode, so that the gradients of depth scores and gates stay in float32.
     """

@@ -17,6 +17,7 @@ from dualres.model.attention import (
     causal_mask,
     rotary_frequencies,
     rotary_tables,
+    token_positions,
 )
 from dualres.model.block import NormedBranch, residual_stack
 from dualres.model.feedforward import FeedForward
@@ -108,11 +109,8 @@ class Decoder(nn.Module):
                     f"{name} has shape {tuple(tensor.shape)}; {batch} × {length} tokens after {past} cached ones need "
                     f"{(batch, past + length)}"
                 )
-        if attention_mask is None:
-            positions = torch.arange(past, past + length, device=tokens.device)[None]
-        else:
-            attention_mask = attention_mask.bool()
-            positions = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, past:]
+        attention_mask = None if attention_mask is None else attention_mask.bool()
+        positions = token_positions(length, past, attention_mask, tokens.device)
         mask = causal_mask(length, past, attention_mask, documents, tokens.device)
         embedding = self.vocabulary.embed(tokens)
         return self.norm(self.stack(embedding, context=self.context(embedding, positions, mask, cache, report)))

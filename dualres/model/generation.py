@@ -29,7 +29,7 @@ def generate(
     Shorter prompts are padded on the left. `cached=False` recomputes the whole sequence for every token.
     """
     if len(prompts) == 0 or any(len(prompt) == 0 for prompt in prompts):
-        raise ValueError(f"prompts={prompts!r}: each needs at least one token, for example the end-of-text token")
+        raise ValueError(f"prompts={prompts!r}: pass at least one, each with at least one token, such as end of text")
     if new_tokens < 0:
         raise ValueError(f"new_tokens={new_tokens} is negative: use 0 or more")
     if not 0 <= temperature < float("inf"):

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from dualres.model.attention import RouterReport
 from dualres.model.decoder import Decoder
+from dualres.ops import product_dtype
 
 CrossEntropy = Callable[[Tensor, Tensor, Tensor, int], Tensor]  # hidden, weight, targets, rows at a time -> the mean
 # The log-partition and the target's logit in this rank's range of the vocabulary -> in the whole vocabulary
@@ -54,10 +55,8 @@ def chunked_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, rows:
     hidden (…,D), weight (V,D), targets (…) -> (), in float32 at least. Products run in the dtype of `hidden`, or
     autocast's; softmax and sums in float32. (PyTorch's `linear_cross_entropy` rounds the loss to bfloat16.)
     """
-    device = hidden.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        hidden, weight = hidden.to(dtype), weight.to(dtype)
+    dtype = product_dtype(hidden)
+    hidden, weight = hidden.to(dtype), weight.to(dtype)
     return ChunkedCrossEntropy.apply(hidden.flatten(0, -2), weight, targets.flatten(), rows)
 
 

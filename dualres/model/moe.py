@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, one_hot, silu
 
 from dualres.model.attention import Context
-from dualres.ops import grouped_linear, no_autocast
+from dualres.ops import grouped_linear, no_autocast, product_dtype
 from dualres.ops.grouped import register_flop_formulas
 
 Experts = Callable[[Tensor, Tensor], Tensor]  # rows grouped by expert, number of rows of each -> rows
@@ -88,14 +88,6 @@ class MoE(nn.Module):
         gate_up, down = (self.placement.own(weight).to(rows.dtype) for weight in (self.gate_up, self.down))
         gate, up = grouped_linear(rows, gate_up, assigned).chunk(2, -1)
         return grouped_linear(silu(gate) * up, down, assigned)
-
-
-def product_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of a matrix product with `x`, as in `nn.Linear`: autocast's if it is enabled."""
-    device = x.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-        return torch.get_autocast_dtype(device)
-    return x.dtype
 
 
 @no_autocast

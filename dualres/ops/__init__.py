@@ -2,7 +2,8 @@
 
 `reference` has every operator as its equation, the definition of correct. `api` is what pathways call: it runs the
 device's fused kernels (`cpu` or `triton`, as `dispatch` decides) or the equations. `autograd` registers the kernels as
-PyTorch operators with gradients, `checks` validates every call, `traffic` counts the memory traffic of the kernels.
+PyTorch operators with gradients, `arguments` has the arguments of all of them, `checks` validates every call,
+`traffic` counts the memory traffic of the kernels.
 """
 
 from dualres.ops.api import (
@@ -12,6 +13,7 @@ from dualres.ops.api import (
     hyper_read,
     no_autocast,
     prefix,
+    product_dtype,
     read,
     rms_norm,
     write,
@@ -33,6 +35,7 @@ __all__ = [
     "hyper_read",
     "no_autocast",
     "prefix",
+    "product_dtype",
     "read",
     "rms_norm",
     "write",

@@ -32,12 +32,21 @@ def no_autocast(function: Callable[P, T]) -> Callable[P, T]:
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         device = _device(args, function)
-        if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        if not _autocast_enabled(device):
             return function(*args, **kwargs)
         with torch.autocast(device, enabled=False):
             return function(*args, **kwargs)
 
     return call
+
+
+def product_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of a matrix product with `x`, as in `nn.Linear`: autocast's if it is enabled."""
+    return torch.get_autocast_dtype(x.device.type) if _autocast_enabled(x.device.type) else x.dtype
+
+
+def _autocast_enabled(device: str) -> bool:
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
 class Equations:
@@ -56,7 +65,7 @@ def prefix(history: Sequence[Tensor], queries: Tensor, *, route: Route, eps: flo
 
     history R × (J,B,T,D), queries (U,O,D) -> one `Prefix` per query set
     """
-    if dispatch.kind(_first("history", history)) == "reference":
+    if dispatch.kind(checks.first("history", history)) == "reference":
         checks.prefix(history, queries, *route)
         return Equations.prefix(history, queries, route=route, eps=eps)
     arguments = PrefixArguments(list(history), queries, list(route.key), list(route.value), eps)
@@ -74,7 +83,7 @@ def read(
     if live is None and norm is None:
         return prefix.retrieved.squeeze(0)
     if live is not None and live.coefficients.requires_grad:
-        raise ValueError("live.coefficients requires grad, but an ungated read treats them as constants")
+        raise ValueError("live.coefficients requires grad, but a read without gates takes constants: detach them")
     arguments = _read_arguments(prefix, live, query, (), route, eps, norm)
     if dispatch.kind(prefix.retrieved) == "reference":
         checks.read(arguments)
@@ -114,7 +123,7 @@ def hyper_read(
     """
     weight, norm_eps = (None, 0.0) if norm is None else norm
     arguments = HyperReadArguments(list(live.updates), live.coefficients, _flat(gates), weight, steps, eps, norm_eps)
-    if dispatch.kind(_first("live.updates", live.updates)) == "reference":
+    if dispatch.kind(checks.first("live.updates", live.updates)) == "reference":
         checks.hyper_read(arguments)
         return Equations.hyper_read(live, gates=gates, steps=steps, eps=eps, norm=norm)
     h, next_coefficients = autograd.hyper_read(arguments)
@@ -124,7 +133,7 @@ def hyper_read(
 def write(live: Live) -> Tensor:
     """The live streams P^j = Σ_k C_k^j u_k as a state. -> (J,B,T,D)"""
     arguments = WriteArguments(list(live.updates), live.coefficients)
-    if dispatch.kind(_first("live.updates", live.updates)) == "reference":
+    if dispatch.kind(checks.first("live.updates", live.updates)) == "reference":
         checks.write(arguments)
         return Equations.write(live)
     return autograd.write(arguments)
@@ -136,22 +145,22 @@ def rms_norm(stream: Tensor, norm: Norm | None) -> Tensor:
         return stream.squeeze(0)
     if dispatch.kind(stream) == "reference":
         checks.rms_norm(stream, norm.weight)
-        wide = reference.to_accumulation_dtype(stream.squeeze(0))
-        return Equations.rms_norm(wide, norm).to(stream.dtype)
+        accumulated = reference.to_accumulation_dtype(stream.squeeze(0))
+        return Equations.rms_norm(accumulated, norm).to(stream.dtype)
     unused = stream.new_empty(stream.shape[:-1], dtype=torch.float32)  # there is no live state to merge
     return read(Prefix(stream, unused), None, query=None, route=Route((0,), (0,)), eps=0.0, norm=norm)
 
 
 @no_autocast
 def depth_weights(candidates: Sequence[Tensor], queries: Tensor, *, route: Route, eps: float) -> Tensor:
-    """`reference.depth_weights`."""
+    """Softmax weights over depth, with autocast off: `reference.depth_weights`."""
     checks.prefix(candidates, queries, *route, name="candidates")
     return reference.depth_weights(candidates, queries, route, eps)
 
 
 @no_autocast
 def gate_logits(streams: Tensor, gate: GateLike, eps: float) -> Tensor:
-    """`reference.gate_logits`."""
+    """Gate logits, with autocast off: `reference.gate_logits`."""
     checks.gate_logits(streams, _flat([gate]))
     return reference.gate_logits(streams, gate, eps)
 
@@ -176,19 +185,12 @@ def _flat(gates: Sequence[GateLike]) -> list[Tensor]:
     return [parameter for gate in gates for parameter in (gate.weight, gate.scale, gate.bias)]
 
 
-def _first(name: str, tensors: Sequence[Tensor]) -> Tensor:
-    if len(tensors) == 0:
-        raise ValueError(f"{name} is empty: pass at least one tensor")
-    return tensors[0]
-
-
 def _device(args: Sequence[object], function: Callable[..., object]) -> str:
     """The device of the first tensor in the arguments, which may be bundles."""
     first = args[0]
     while isinstance(first, Sequence) and len(first) > 0:
         first = first[0]
     if not isinstance(first, Tensor):
-        raise TypeError(
-            f"argument {next(iter(inspect.signature(function).parameters))} contains no tensor: got {args[0]!r}"
-        )
+        name = next(iter(inspect.signature(function).parameters))
+        raise TypeError(f"argument {name} contains no tensor: pass at least one, not {args[0]!r}")
     return first.device.type

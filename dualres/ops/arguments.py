@@ -28,7 +28,7 @@ class Live(NamedTuple):
     """
 
     updates: tuple[Tensor, ...]  # K × (B,T,D)
-    coefficients: Tensor  # (K,J,B,T) float32
+    coefficients: Tensor  # (K,J,B,T), in the accumulation dtype
 
 
 class GateLike(Protocol):

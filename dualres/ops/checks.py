@@ -42,18 +42,23 @@ def like_results(role: str, tensors: Sequence[Tensor], results: Sequence[Result]
             )
 
 
-def streams(name: str, tensors: Sequence[Tensor], axes: int) -> Tensor:
-    """Check for one or more matching tensors with at least `axes` axes; return the first. R × (J,N,D) or K × (N,D)"""
+def first(name: str, tensors: Sequence[Tensor]) -> Tensor:
+    """The first of one or more tensors."""
     if len(tensors) == 0:
         raise ValueError(f"{name} is empty: pass at least one tensor")
-    first = tensors[0]
-    if first.ndim < axes or first.shape[-1] == 0 or (axes == 2 and first.shape[0] == 0):
+    return tensors[0]
+
+
+def streams(name: str, tensors: Sequence[Tensor], axes: int) -> Tensor:
+    """Check for one or more matching tensors with at least `axes` axes; return the first. R × (J,N,D) or K × (N,D)"""
+    tensor = first(name, tensors)
+    if tensor.ndim < axes or tensor.shape[-1] == 0 or (axes == 2 and tensor.shape[0] == 0):
         wanted = "(streams, …, width)" if axes == 2 else "(…, width)"
-        raise ValueError(f"{name} of shape {tuple(first.shape)} must be {wanted}, with at least 1 of each named axis")
+        raise ValueError(f"{name} of shape {tuple(tensor.shape)} must be {wanted}, with at least 1 of each named axis")
     _same_kind(name, tensors)
-    if not first.is_floating_point():
-        raise ValueError(f"{name} of {first.dtype}: streams must be floating-point")
-    return first
+    if not tensor.is_floating_point():
+        raise ValueError(f"{name} of {tensor.dtype}: streams must be floating-point")
+    return tensor
 
 
 def prefix(
@@ -84,7 +89,7 @@ def read(arguments: ReadArguments) -> None:
         raise ValueError(f"the route has {len(arguments.key)} output streams, but {outputs} are retrieved")
     stored = stored if live else outputs
     if stored > MAX_STREAMS or outputs != (2 if arguments.gates else 1) or (arguments.gates and stored != 2):
-        raise ValueError(f"a read takes one or two streams, with gates two, but {stored} stored give {outputs}")
+        raise ValueError(f"{stored} stored and {outputs} output streams: use 1 or 2 and 1 or, with gates, 2 and 2")
     if arguments.query is not None:
         _has_shape("queries", arguments.query, (outputs, width), retrieved)
     _has_shape("log_partition", arguments.log_partition, (outputs, *tokens), retrieved)
@@ -196,4 +201,4 @@ def _has_shape(name: str, tensor: Tensor, shape: Sequence[int], like: Tensor) ->
             f"{like.shape[-1]} on {like.device}: it must have the shape {tuple(shape)} on that device"
         )
     if (tensor.dtype is torch.float64) != (like.dtype is torch.float64):
-        raise ValueError(f"{name} of {tensor.dtype} does not fit streams of {like.dtype}: use float64 for both or none")
+        raise ValueError(f"{name} of {tensor.dtype} does not fit {like.dtype} streams: use float64 for both or neither")

@@ -69,7 +69,7 @@ OPERATORS = getattr(torch.ops, NAMESPACE)
 
 @functools.cache
 def register_flop_formulas() -> None:
-    """Let PyTorch's `FlopCounterMode` count both operators; only models with experts do so, as it imports triton."""
+    """Let PyTorch's `FlopCounterMode` count both operators; called only for models with experts: it imports triton."""
     from torch.utils.flop_counter import register_flop_formula
 
     register_flop_formula([OPERATORS.grouped_linear, OPERATORS.grouped_linear_weight_gradient])(_flops)

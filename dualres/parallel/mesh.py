@@ -18,7 +18,7 @@ from dualres.residual.registry import places
 
 
 class Mesh(NamedTuple):
-    """The size of every dimension."""
+    """The number of ranks in every parallel dimension."""
 
     data: int = 1
     tensor: int = 1
@@ -49,7 +49,7 @@ class Mesh(NamedTuple):
 
 
 def mesh_of(config: Config, processes: int) -> Mesh:
-    """The mesh of `train.parallel` for `processes` processes; an impossible one raises."""
+    """The mesh of `train.parallel` for `processes` processes. Raises if it is impossible."""
     parallel = config.train.parallel
     shared = parallel.tensor * parallel.pipeline
     if processes % shared:

@@ -19,14 +19,11 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 from torch.distributed.pipelining.stage import _RecvInfo
 
-from dualres.model.attention import RouterReport, causal_mask
+from dualres.model.attention import RouterReport, causal_mask, token_positions
 from dualres.model.block import ResidualBlock, after, embed
 from dualres.model.decoder import Vocabulary
 from dualres.model.loss import Objective
 from dualres.parallel.mesh import Mesh
-
-# A state that is cached and sent is a view, and nothing changes a state in place.
-warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
 
 Leaves = dict[int, Tensor]  # states that later passes of this rank read, by number; they accumulate gradients
 
@@ -96,7 +93,7 @@ class PipelineChunk(nn.Module):
             states |= {s: leaves[s] for s in self.arriving.cached}
 
         history = tuple(embed(states[s], decoder.stack.streams)[0] if s == 0 else states[s] for s in sorted(states))
-        positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        positions = token_positions(tokens.shape[1], 0, None, tokens.device)
         mask = causal_mask(tokens.shape[1], 0, None, objective.documents(tokens), tokens.device)
         context = decoder.context(history[0], positions, mask, report=reports.get(batch))
         for b, block in enumerate(cast(Sequence[ResidualBlock], self.blocks), self.first + 1):
@@ -180,6 +177,8 @@ def padded_micro_batches(count: int, ranks: int, virtual: int) -> int:
 
 def make_schedule(stages: Sequence[Stage], micro_batches: int, loss: Callable[[Tensor, Tensor], Tensor]) -> Any:
     """1F1B; interleaved if a rank has several stages."""
+    # A state that is cached and sent is a view, and nothing changes a state in place.
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     if len(stages) == 1:
         return Schedule1F1B(stages[0], micro_batches, loss, scale_grads=False)
     return ScheduleInterleaved1F1B(list(stages), micro_batches, loss, scale_grads=False)
@@ -187,8 +186,7 @@ def make_schedule(stages: Sequence[Stage], micro_batches: int, loss: Callable[[T
 
 def make_chunks(objective: Objective, sizes: Sequence[int], ranks: int, rank: int) -> dict[int, PipelineChunk]:
     """The chunks of one rank, by number; chunk c has `sizes[c]` blocks."""
-    keeps_history = next(iter(objective.decoder.stack)).pathway.keeps_history
-    between = boundaries(sizes, ranks, keeps_history=keeps_history)
+    between = boundaries(sizes, ranks, keeps_history=objective.decoder.stack.keeps_history)
     starts = [sum(sizes[:c]) for c in range(len(sizes))]
     cache: dict[int, Leaves] = {}
     chunks = {}

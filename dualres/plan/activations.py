@@ -39,12 +39,12 @@ class Memory(NamedTuple):
     """Bytes of one rank, for a part of the model or at the peak of a step; a plan prints the annotations."""
 
     weights: Annotated[int, "stored by this rank"] = 0
-    gathered_weights: Annotated[int, "in use"] = 0
+    gathered_weights: Annotated[int, "unsharded for use"] = 0
     gradients: Annotated[int, "stored by this rank"] = 0
     reduced_gradients: Annotated[int, "being summed over ranks"] = 0
     optimizer: Annotated[int, "AdamW state, float32"] = 0
-    activations: Annotated[int, "kept by branches"] = 0
-    history: Annotated[int, "states H_0 … H_b made here"] = 0
+    activations: Annotated[int, "saved by branches for backward"] = 0
+    history: Annotated[int, "states H_0 … H_b computed on this rank"] = 0
     live_streams: Annotated[int, "streams and branch outputs"] = 0
     pipeline: Annotated[int, "states and gradients sent and received"] = 0
     loss: Annotated[int, "gradients of its inputs"] = 0

@@ -11,7 +11,7 @@ are exposed only as far as they take longer than the products.
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 from dualres.config.schema import Config, ModelConfig, ParallelConfig, ResidualConfig
 from dualres.model.accounting import Flops, flops_per_token, residual_traffic
@@ -30,14 +30,14 @@ UPDATE_BYTES = 36  # per weight: AdamW reads four numbers and writes three, clip
 class StepSeconds(NamedTuple):
     """Seconds of one step, on the slowest pipeline rank."""
 
-    products: float  # matrix products and attention
-    pathways: float  # memory traffic of residual streams
-    tensor: float
-    experts: float
-    pipeline: float  # sends between stages
-    bubble: float  # stages idle during the first and the last micro-batches
-    sharding: float  # FSDP2's gathers and scatters that do not overlap with products
-    update: float  # sums of shared gradients, clipping, AdamW
+    products: Annotated[float, "matmuls and attention"]
+    pathways: Annotated[float, "memory traffic of residual streams"]
+    tensor: Annotated[float, "collectives of tensor parallelism"]
+    experts: Annotated[float, "all-to-all of experts"]
+    pipeline: Annotated[float, "sends between stages"]
+    bubble: Annotated[float, "stages idle in the first and last micro-batches"]
+    sharding: Annotated[float, "FSDP2's collectives that do not overlap with products"]
+    update: Annotated[float, "shared gradients, clipping, AdamW"]
 
     @property
     def total(self) -> float:
@@ -67,7 +67,7 @@ def token_cost(model: ModelConfig, residual: ResidualConfig) -> TokenCost:
         tuple(scale * rows for rows in traffic.parts),
         traffic.forward / both_passes,
         decoder.stack.streams,
-        blocks[0].pathway.keeps_history,
+        decoder.stack.keeps_history,
     )
 
 
@@ -167,7 +167,7 @@ def _step(ranks: list[PipelineRank], hardware: Hardware) -> StepEstimate:
     config, engine, mesh, *_, passes = ranks[0]
     resending = pipeline_ranks(config, engine, mesh, passes, resend=True)
     seconds = step_seconds(ranks, hardware)
-    rate = config.train.global_batch * config.model.context / seconds.total
+    rate = config.tokens_per_step / seconds.total
     flops = token_cost(config.model, config.residual).flops
     return StepEstimate(
         tuple(map(communication, ranks)),

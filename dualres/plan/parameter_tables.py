@@ -12,7 +12,7 @@ from dualres.util.tables import table
 
 MILLION, BILLION = 1_000_000, 1_000_000_000
 
-# The tables count a ρ gate for every branch of DAR-Full. The first branch of a block has no partial state to transport,
+# The tables count a ρ gate for every branch of DAR-Full. The first branch of a block has no live state to transport,
 # so no forward pass would use its gate and we do not build it: one per layer, each with 2d weights, a bias, a scale.
 WITHOUT_UNUSED_RHO = ("dar-full",)
 

@@ -10,8 +10,8 @@ from dualres.parallel.pipeline import micro_batches
 from dualres.plan.describe import counts, page
 from dualres.plan.estimate import MeshEstimate, StepEstimate
 from dualres.plan.hardware import GIB, Hardware
+from dualres.train.optimizer import learning_rate
 from dualres.train.preflight import Check
-from dualres.train.recipe import learning_rate, steps_of
 from dualres.util.tables import table
 
 NOTE = """\
@@ -46,21 +46,20 @@ class Plan(NamedTuple):
 def batch(estimate: MeshEstimate) -> dict[str, int]:
     """How a step is divided over GPUs, and the number of steps."""
     config, mesh = estimate.config, estimate.mesh
-    tokens, steps = config.train.global_batch * config.model.context, steps_of(config.train, config.model.context)
     return {
         "micro_batch": config.train.micro_batch,
         "gpus": mesh.processes,
         "ranks": mesh.data,
         "accumulation": micro_batches(config.train.global_batch, config.train.micro_batch, mesh),  # with padding
-        "tokens_per_step": tokens,
-        "steps": steps,
-        "tokens": tokens * steps,
+        "tokens_per_step": config.tokens_per_step,
+        "steps": config.steps,
+        "tokens": config.tokens_per_step * config.steps,
     }
 
 
 def schedule(config: Config) -> dict[str, Any]:
     """The learning-rate schedule. Steps count from 1."""
-    train, steps = config.train, steps_of(config.train, config.model.context)
+    train, steps = config.train, config.steps
     peak = max(1, train.warmup_steps)
     samples = {1, peak // 2, peak, *(peak + (steps - peak) * quarter // 4 for quarter in (1, 2, 3, 4))}
     return {
@@ -123,27 +122,27 @@ def _memory_table(estimates: Mapping[str, MeshEstimate]) -> str:
     more = [("total", *(f"{memory.total / GIB:.2f}" for memory in fullest.values()), "")]
     if any(estimate.fullest for estimate in estimates.values()):
         more.append(("pipeline rank", *(str(estimate.fullest) for estimate in estimates.values()), "the fullest"))
-    return _table("memory of a rank, GiB", GIB, 2, fullest, more)
+    return _table("memory per rank, GiB", GIB, 2, fullest, more)
 
 
 def _communication_table(steps: Mapping[str, StepEstimate]) -> str:
     largest = {name: max(step.communication, key=lambda sent: sent.total) for name, step in steps.items()}
-    more = [("total", *(f"{sent.total / 1e9:.2f}" for sent in largest.values()), "of the rank that sends most")]
+    more = [("total", *(f"{sent.total / 1e9:.2f}" for sent in largest.values()), "on the rank that sends the most")]
     if any(sum(step.resent) for step in steps.values()):
         cached = [sum(sent.pipeline for sent in step.communication) for step in steps.values()]
         naive = [sum(step.resent) for step in steps.values()]
         more.append(("whole pipeline", *(f"{size / 1e9:.2f}" for size in cached), "sum over its ranks"))
-        more.append(("  naive", *(f"{size / 1e9:.2f}" for size in naive), "if every boundary sent all states again"))
-    return _table("sent by a rank in a step, GB", 1e9, 2, largest, more)
+        more.append(("  naive", *(f"{size / 1e9:.2f}" for size in naive), "if every boundary resent all states"))
+    return _table("sent per rank and step, GB", 1e9, 2, largest, more)
 
 
 def _seconds_table(steps: Mapping[str, StepEstimate]) -> str:
     more = [
         ("step", *(f"{step.seconds.total:.3f}" for step in steps.values()), ""),
         ("tokens/s", *(f"{step.tokens_per_second:,.0f}" for step in steps.values()), ""),
-        ("utilization, %", *(f"{100 * step.utilization:.1f}" for step in steps.values()), "of the peak, by products"),
+        ("utilization, %", *(f"{100 * step.utilization:.1f}" for step in steps.values()), "of peak, by matmuls"),
     ]
-    return _table("seconds of a step, s", 1, 3, {name: step.seconds for name, step in steps.items()}, more)
+    return _table("time per step, s", 1, 3, {name: step.seconds for name, step in steps.items()}, more)
 
 
 def _table(title: str, unit: float, digits: int, columns: Mapping[str, Any], more: Sequence[Any]) -> str:

@@ -171,7 +171,7 @@ def check_memory(planned: MeshEstimate, hardware: Hardware) -> Check:
             saved = f"train.compile={config.train.compile} keeps fewer activations than the {kept:.1f} GiB counted"
             return Check("memory", "note", f"{problem}, but {saved}; if it fails, {remedy}")
         return Check("memory", "problem", f"{problem}: {remedy}")
-    none = "no sharding, recomputation or micro-batch is enough, even on 8 times as many GPUs"
+    none = "no sharding, recomputation or micro-batch is enough: use a smaller model, or GPUs with more memory"
     return Check("memory", "problem", f"{problem}: {none}")
 
 

@@ -35,7 +35,7 @@ class Series(NamedTuple):
 
 
 class Chart(NamedTuple):
-    """One panel."""
+    """The curves of one scale, drawn in one panel."""
 
     name: str  # of its element in the page
     title: str

@@ -21,7 +21,7 @@ class ComparisonRow(NamedTuple):
 
     group: Group
     loss: Interval  # validation, at the end of training
-    difference: Interval | None  # to the base, paired by seed
+    difference: Interval | None  # from the base, paired by seed
     speed: float | None  # tokens/s, mean over seeds
     memory: float | None  # peak in bytes, mean over seeds
     speed_ratio: float | None  # to the base
@@ -88,13 +88,13 @@ def as_text(rows: Sequence[ComparisonRow]) -> str:
         ratios = ["" if ratio is None else f"{ratio:.2f}×" for ratio in (row.speed_ratio, row.memory_ratio)]
         names = [row.group.scale, row.group.residual, *([row.group.options] if swept else [])]
         lines.append([*names, row.loss.seeds, row.loss.text(), difference, *ratios])
-    notes = ["Intervals are 95% over seeds; one seed has none."]
+    notes = ["± is the half-width of a 95% confidence interval over seeds; a single seed has none."]
     if any(row.speed_ratio is not None for row in rows):
         notes.append(
-            "Speed and memory are of runs one after another; empty if engine, processes, device or threads differ."
+            "Speed and memory are from runs made one after another; blank if engine, processes, device or threads vary."
         )
     if swept:
-        notes.append("The rates were chosen by this same loss.")
+        notes.append("Learning rates were selected on this same validation loss.")
     if missing := sorted({row.group.scale for row in rows} - {row.group.scale for row in rows if row.is_base}):
         notes.append(f"No run of {BASE} at {', '.join(missing)} to compare with.")
     return f"{table([*header, 'tokens/s', 'peak memory'], lines)}\n{' '.join(notes)}"

@@ -13,7 +13,7 @@ from dualres.config.loading import load_config, names
 from dualres.config.schema import Config, ConfigError
 from dualres.train.launch import launch_command
 
-Settings = Mapping[str, Any]  # dotted key -> value
+FlatConfig = Mapping[str, Any]  # dotted key -> value
 
 _WORD = re.compile(r"[A-Za-z][\w./-]*")
 
@@ -46,7 +46,7 @@ def origin(config: Config) -> Origin | None:
     closest = Origin(scale, residual, tuple(f"{key}={as_override(target.get(key))}" for key in changed))
     try:
         return closest if load_config(*closest) == config else None
-    except ConfigError:  # overrides cannot express everything, such as a block form without a block size
+    except ConfigError:  # overrides cannot express everything, such as a block method without a default block size
         return None
 
 
@@ -67,7 +67,7 @@ def settings(config: Config) -> dict[str, Any]:
     return flat(config.to_dict(), "")
 
 
-def differing(own: Settings, several: Sequence[Settings]) -> str:
+def differing(own: FlatConfig, several: Sequence[FlatConfig]) -> str:
     """The settings that distinguish one of several, such as 'tokens=1000, clip=2.0'; empty if all are equal."""
     keys = dict.fromkeys(key for each in several for key in each)
     varying = [key for key in keys if len({repr(each.get(key)) for each in several}) > 1]
@@ -87,6 +87,6 @@ def as_override(value: Any) -> str:
 
 
 @functools.cache
-def _shipped() -> dict[tuple[str, str], Settings]:
+def _shipped() -> dict[tuple[str, str], FlatConfig]:
     pairs = itertools.product(names("scale"), names("residual"))
     return {pair: settings(load_config(*pair)) for pair in pairs}

@@ -82,7 +82,7 @@ def check(suite: Suite) -> None:
 
 
 def check_start(suite: Suite) -> None:
-    """Raise up front for anything that would stop a later run, and for data that differ from those of started runs."""
+    """Raise up front for anything that would stop a later run, and for data that differs from that of started runs."""
     remaining = [run for run in suite.runs if not suite.is_finished(run)]
     if not remaining:
         return

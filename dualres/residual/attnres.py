@@ -11,11 +11,11 @@ from dualres.config.validation import NonNegativeInt
 from dualres.ops import Norm, Route
 from dualres.residual.live import plus, shortened
 from dualres.residual.pathway import Place
-from dualres.residual.retrieval import RetrievalOptions, RetrievalState, Retrieving
+from dualres.residual.retrieval import RetrievalOptions, RetrievalPathway, RetrievalState
 from dualres.residual.route import SINGLE, VALUE_PROJECTED
 
 
-class AttnRes(Retrieving):
+class AttnRes(RetrievalPathway):
     """h = Σ_r π_r v_r with π ∝ exp(q · Norm(k_r)); the live state is the sum of the block's branch outputs.
 
     One branch per block gives the paper's full form, in which every branch output is its own candidate.

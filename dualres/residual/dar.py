@@ -2,7 +2,7 @@
 # B batch  T tokens  D width  U parameter sets
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 from torch import Tensor, nn
 
@@ -11,7 +11,7 @@ from dualres.ops import Live, Norm, Route
 from dualres.residual.gate import Gate
 from dualres.residual.live import shortened
 from dualres.residual.pathway import Place
-from dualres.residual.retrieval import RetrievalOptions, RetrievalState, Retrieving
+from dualres.residual.retrieval import RetrievalOptions, RetrievalPathway, RetrievalState
 from dualres.residual.route import DUAL
 
 
@@ -25,7 +25,7 @@ class DualOptions(RetrievalOptions):
     """initial bias of ρ; 0 averages the two streams at every write, larger values keep them apart"""
 
 
-class Dual(Retrieving):
+class Dual(RetrievalPathway):
     """DAR. `route` assigns the key and value streams; the paper's ablations differ in nothing else.
 
     h^j = Σ_r π_r^j v_r^j;   h = α⁰h⁰ + α¹h¹;   P^i = M(ρ) P^{i−1} + [β⁰u, β¹u]
@@ -50,9 +50,9 @@ class Dual(Retrieving):
         """Merge history and live state, h = α⁰h⁰ + α¹h¹; β and M(ρ) wait in the coefficients until the write."""
         u, live = self.set_of_branch[i], state.live and shortened(state.live)
         gates, query = cast(GateSet, self.gates[u]), self.query(i) if live else None
-        active = (gates.alpha, gates.beta, gates.rho) if live else (gates.alpha, gates.beta)
+        active = (gates.alpha, gates.beta, cast(Gate, gates.rho)) if live else (gates.alpha, gates.beta)
         h, next_live = ops.gated_read(
-            state.prefixes[u], live, query=query, gates=cast(Any, active), route=self.route, eps=self.eps, norm=norm
+            state.prefixes[u], live, query=query, gates=active, route=self.route, eps=self.eps, norm=norm
         )
         return h, state._replace(live=next_live)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from dualres import ops
 from dualres.ops import Live
 
-MAX_WRITES = 4  # beyond a sum's initial streams: each read recomputes the sum, so then storing the streams moves less
+MAX_WRITES = 4  # beyond the initial terms; every read recomputes the sum, so longer sums are stored as streams
 
 
 def shortened(live: Live) -> Live:

@@ -15,7 +15,7 @@ from dualres.residual.attnres import AttnRes, ValueProjected, ValueProjectedOpti
 from dualres.residual.dar import Dual, DualOptions
 from dualres.residual.hyper_connections import HyperConnections, HyperOptions
 from dualres.residual.pathway import LastState, Options, Pathway, Place
-from dualres.residual.retrieval import Retrieval, RetrievalOptions
+from dualres.residual.retrieval import RetrievalOptions, RetrievalReadout
 from dualres.residual.route import CROSS_V, DUAL, FIXED_KV, SELF_KV, SINGLE, VALUE_PROJECTED
 from dualres.residual.standard import Standard
 
@@ -31,7 +31,7 @@ class Method(NamedTuple):
 
 
 _attnres = partial(
-    Method, streams=1, pathway=AttnRes, readout=partial(Retrieval, route=SINGLE), options=RetrievalOptions
+    Method, streams=1, pathway=AttnRes, readout=partial(RetrievalReadout, route=SINGLE), options=RetrievalOptions
 )
 
 
@@ -39,7 +39,7 @@ def _dar(route: Route, branches_per_block: int | None) -> Method:
     return Method(
         streams=2,
         pathway=partial(Dual, route=route),
-        readout=partial(Retrieval, route=route),
+        readout=partial(RetrievalReadout, route=route),
         branches_per_block=branches_per_block,
         options=DualOptions,
     )
@@ -55,7 +55,7 @@ METHODS: dict[str, Method] = {
     "attnres-vproj": Method(
         streams=2,
         pathway=ValueProjected,
-        readout=partial(Retrieval, route=VALUE_PROJECTED),
+        readout=partial(RetrievalReadout, route=VALUE_PROJECTED),
         branches_per_block=1,
         options=ValueProjectedOptions,
     ),

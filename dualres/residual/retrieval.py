@@ -21,7 +21,7 @@ class RetrievalOptions(Options):
     """Options of all methods with depth retrieval."""
 
     share_parameters: bool = True
-    """branches of one kind in a block (attention, feed-forward) share one set of parameters; false: each has its own"""
+    """attention branches of a block share their queries and gates, as do its MLP branches; false: no sharing"""
 
 
 class RetrievalState(NamedTuple):
@@ -52,7 +52,7 @@ class Queries(nn.Module):
         return nn.functional.pad(self.weight, (0, 0, 0, 0, self.missing, 0)) if self.missing else self.weight
 
 
-class Retrieving(Pathway):
+class RetrievalPathway(Pathway):
     """A pathway whose branches read h^j = Σ_r π_r^j v_r^j over the history and, after the first, the live state."""
 
     keeps_history = True
@@ -93,7 +93,7 @@ class Retrieving(Pathway):
         return ops.depth_weights(candidates, query[None], route=self.route, eps=self.eps)[:, 0]
 
 
-class Retrieval(nn.Module):
+class RetrievalReadout(nn.Module):
     """The readout of a pathway with history: output queries over H_0 … H_N, the output streams summed."""
 
     def __init__(self, dim: int, *, eps: float, route: Route):

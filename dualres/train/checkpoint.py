@@ -29,8 +29,6 @@ from dualres.util.errors import TrainError
 
 MANIFEST, STATE, DAMAGED = "manifest.json", "state.json", ".damaged"
 PARTS = {"weights": "model.", "optimizer": "optimizer."}  # folder: prefix of the names in it
-# A single process has no process group and needs none.
-warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
 
 
 class Checkpoints:
@@ -38,6 +36,7 @@ class Checkpoints:
 
     def __init__(self, folder: Path, world: World, keep: int, say: Callable[[str], None]):
         self.folder, self.world, self.keep, self.say = folder, world, keep, say
+        _accept_single_process()
         self.saving: threading.Thread | None = None
         self.failure: str | None = None  # of the latest save
         self.desynchronized = False  # whether it failed in a collective, after which the ranks can no longer save
@@ -46,7 +45,7 @@ class Checkpoints:
         """Copy the tensors now and write them in the background. The checkpoint of `state["best_step"]` is kept."""
         self.wait()
         if self.desynchronized:
-            raise RuntimeError(f"{self.failure}; the ranks can no longer save together")
+            raise RuntimeError(f"{self.failure}; the ranks can no longer save together: run the same command to resume")
         copy = DefaultStager(StagingOptions(False, False, False, False)).stage(tensors)
         self.world.busy.set()
         self.saving = threading.Thread(target=self._write, args=(step, copy, state), name="checkpoint")
@@ -173,7 +172,13 @@ def load_initial_weights(folder: Path, tensors: dict[str, Tensor], distributed: 
     _load(folder, chosen, distributed, f"the weights of {folder} do not fit this model", remedy)
 
 
+def _accept_single_process() -> None:
+    """Silence PyTorch's warning that there is no process group: a single process needs none."""
+    warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+
+
 def _load(folder: Path, tensors: dict[str, Tensor], distributed: bool, failure: str, remedy: str) -> None:
+    _accept_single_process()
     try:
         state_dict_loader.load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=not distributed)
     except (Exception, CheckpointException) as error:

@@ -163,7 +163,7 @@ def _watch(store: Any, world: "World", ended: threading.Event) -> None:
         if math.isinf(called) and store.check([CALLED]):
             _respond(roll, world)
             called = time.monotonic()
-        # All ranks save together, and one that writes a large file may respond only afterwards.
+        # All ranks save together, and one that writes a large file may respond only afterward.
         late = time.monotonic() - called > RESPONSE_TIME and not world.busy.is_set()
         if late and not _all_responded(roll, world) and _decide(store, roll, world):
             record_failure(store, world, RuntimeError("it was terminated, and not all ranks responded"))

@@ -1,7 +1,7 @@
 """The training loop, for every model, residual method and engine.
 
 Step s (1, 2, …) takes sequences (s−1)·G … s·G−1 of the loader, with G the global batch. They are split into
-micro-batches; of W data-parallel ranks, rank r takes micro-batches r, r+W, … So the data of a step do not depend on
+micro-batches; of W data-parallel ranks, rank r takes micro-batches r, r+W, … So the data of a step does not depend on
 method, engine or number of ranks. If W does not divide their number, zero-weight micro-batches are added.
 """
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dualres.analyze.health import health
-from dualres.config.schema import Config
+from dualres.config.schema import Config, ConfigError
 from dualres.data import shards
 from dualres.data.loader import Loader, sum_over_windows
 from dualres.data.shards import Index
@@ -28,8 +28,8 @@ from dualres.train.engines.base import Engine, Losses, MicroBatch
 from dualres.train.engines.build import build_engine, engine_mesh, engine_name
 from dualres.train.failure_detection import report_failed_ranks
 from dualres.train.metrics import METRICS, SPEED, Log, Throughput, peak_memory
+from dualres.train.optimizer import learning_rate
 from dualres.train.process_group import World, set_timeout
-from dualres.train.recipe import learning_rate, steps_of
 from dualres.util.atomic_files import write_json
 from dualres.util.errors import TrainError
 from dualres.util.progress import Progress
@@ -72,7 +72,7 @@ class Training:
     def __init__(self, config: Config, data: Path, folder: Path, index: Index, world: World, progress: Progress):
         self.config, self.folder, self.world, self.progress = config, folder, world, progress
         train, context = config.train, config.model.context
-        self.steps = steps_of(train, context)
+        self.steps = config.steps
         self.loader = Loader(data, index, "train", context, train.seed)
         self.validation_loader = Loader(data, index, "validation", context, None)
         self.engine: Engine = build_engine(config, world, index.end_of_text)
@@ -152,10 +152,10 @@ class Training:
         rate_now, mfu = throughput.tokens_per_second, throughput.utilization
         self.log.write(SPEED, step, seconds=throughput.seconds[-1], tokens_per_second=rate_now, mfu=mfu)
         router = f"  router {losses.router:.3f}" if sparse else ""
-        left = timedelta(seconds=round((self.steps - step) * throughput.step_seconds))
+        remaining = timedelta(seconds=round((self.steps - step) * throughput.step_seconds))
         self.progress.show(
             f"step {step}/{self.steps}  loss {losses.language:.4f}{router}  {rate_now:,.0f} tokens/s  "
-            f"MFU {mfu:.1%}  left {left}"
+            f"MFU {mfu:.1%}  ETA {remaining}"
         )
 
     def _log_health(self) -> None:
@@ -255,7 +255,7 @@ class Training:
         if math.isfinite(value):
             return
         batch, seed = self.config.train.global_batch, self.config.train.seed
-        self.checkpoints.wait()  # the previous step may still be being written
+        self.checkpoints.wait()  # the previous checkpoint may still be in flight
         last = self.checkpoints.last()
         saved = f"the last good checkpoint is {last}" if last else "there is no checkpoint yet"
         raise TrainError(
@@ -286,7 +286,7 @@ def check_batch(config: Config, processes: int) -> None:
     train = config.train
     ranks = engine_mesh(config, processes).data
     if train.global_batch < train.micro_batch * ranks:
-        raise TrainError(
+        raise ConfigError(
             f"train.global_batch={train.global_batch} must be at least train.micro_batch={train.micro_batch} × {ranks} "
             f"data-parallel ranks = {train.micro_batch * ranks}: increase it, or use a smaller micro_batch or fewer "
             "processes"
@@ -302,7 +302,7 @@ def check_vocabulary(config: Config, data: Path, index: Index) -> None:
 
 
 def _verify(config: Config, data: Path, folder: Path, index: Index, world: World, progress: Progress) -> None:
-    """Verify all checksums, distributed over the ranks, unless an earlier start did."""
+    """Verify all checksums, distributed over the ranks, unless an earlier launch did."""
     known = world.broadcast(shards.read_stamps(folder / VERIFIED))
     if known is None and index.tokens("train") > 10**8:
         progress.say(f"verifying all of {data} once")

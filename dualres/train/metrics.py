@@ -120,10 +120,10 @@ def _wandb(folder: Path, project: str) -> Any:
 
 
 class Throughput:
-    """Step times. The first `untimed_steps` of a process compile and warm up, and do not count."""
+    """Step times. The first `untimed_steps` of a process compile and warm up, so `overall` excludes them."""
 
     def __init__(self, config: Config, device: torch.device, processes: int):
-        self.tokens = config.train.global_batch * config.model.context
+        self.tokens = config.tokens_per_step
         decoder = build_decoder(config.model, config.residual, device="meta")
         # A backward pass takes twice the flops of a forward pass. Recomputation does not count as utilization.
         self.flops = 3 * flops_per_token(decoder).total * self.tokens

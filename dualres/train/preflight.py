@@ -20,7 +20,6 @@ from dualres.parallel.pipeline import micro_batches
 from dualres.train import checkpoint, run_folder
 from dualres.train.engines.build import engine_mesh, engine_name
 from dualres.train.loop import check_batch, check_vocabulary
-from dualres.train.recipe import steps_of
 from dualres.util.atomic_files import LOCK
 from dualres.util.errors import DataError, TrainError
 from dualres.util.optional_dependencies import missing
@@ -37,15 +36,15 @@ USED_BY_ENGINE = {  # fields of train.parallel
 class Check(NamedTuple):
     name: str
     state: Literal["ok", "note", "problem"]
-    says: str  # a key of the plan's JSON
+    details: str  # a key of the plan's JSON
 
 
 def check_start(
     config: Config, ranks: int, data: Path, out: Path, *, prepares_data: bool = False, wandb: bool = False
 ) -> list[Check]:
-    """All problems that would stop a start, and what a user should know first.
+    """Everything that would keep the run from starting, and what the user should know first.
 
-    `prepares_data`: whether a start prepares missing data itself.
+    `prepares_data`: whether training prepares missing data itself.
     """
     try:
         engine_mesh(config, ranks)
@@ -57,14 +56,14 @@ def check_start(
         rows.append(_checked("wandb", lambda: _package("wandb", "wandb", "--wandb")))
     here = torch.cuda.device_count()
     if here < ranks:
-        instead = "it would train on the CPU" if ranks == 1 else "start it where they are"
-        rows.append(Check("GPUs", "note", f"{here} in this machine, {ranks} in the plan: {instead}"))
+        instead = "it would train on the CPU" if ranks == 1 else "launch it on machines that have them"
+        rows.append(Check("GPUs", "note", f"{here} on this machine, {ranks} in the plan: {instead}"))
     index, checks = _data(config, data, prepares_data)
     rows += checks
     rows.append(_checked("run folder", lambda: _run_folder(config, data, out, index)))
     disk = _checked("disk", lambda: _disk(config, out))
     elsewhere = disk.state == "problem" and ranks > max(1, here)
-    rows.append(Check("disk", "note", f"in this machine: {disk.says}") if elsewhere else disk)
+    rows.append(Check("disk", "note", f"on this machine: {disk.details}") if elsewhere else disk)
     unused = unused_mesh(config, engine_or_configured(config, ranks))
     mesh_failed = rows[0].name == "mesh"
     return [*rows, Check("mesh", "note", unused)] if unused and not mesh_failed else rows
@@ -81,10 +80,10 @@ def unused_mesh(config: Config, engine: str) -> str | None:
     }
     if not ignored:
         return None
-    others = "the engine trains data-parallel, which computes the same"
-    why = "DeepSpeed's" if ignored.keys() == {"zero_stage"} else others
+    others = f"{engine} is data-parallel only, which gives the same results"
+    why = "only DeepSpeed uses it" if ignored.keys() == {"zero_stage"} else others
     settings = ", ".join(f"{name}={value}" for name, value in ignored.items())
-    return f"train.parallel {settings}: not used by {engine}: {why}"
+    return f"train.parallel {settings} is ignored by {engine}: {why}"
 
 
 def engine_or_configured(config: Config, ranks: int) -> str:
@@ -117,8 +116,6 @@ def _engine(config: Config, ranks: int) -> Check:
     name = engine_name(config, ranks)
     if name != "deepspeed":
         return Check("engine", "ok", name)
-    if config.train.parallel.zero_stage == 0:
-        raise TrainError("train.engine=deepspeed with train.parallel.zero_stage=0 shards nothing: use 1, 2 or 3")
     return _package("deepspeed", "deepspeed", "train.engine=deepspeed")._replace(name="engine")
 
 
@@ -132,7 +129,7 @@ def _data(config: Config, data: Path, prepares_data: bool) -> tuple[Index | None
     context = config.model.context
     other = other_dataset(config) if prepares_data else ""
     if prepares_data and not (data / shards.INDEX).exists():
-        message = f"{data} does not exist: the start prepares it from Python's standard library{other}"
+        message = f"{data} does not exist: training will prepare it from Python's standard library{other}"
         return None, [Check("data", "note", message)]
     try:
         index = shards.read_index(data)
@@ -145,10 +142,10 @@ def _data(config: Config, data: Path, prepares_data: bool) -> tuple[Index | None
 
     def budget() -> Check:
         windows = Loader(data, index, "train", context, config.train.seed).windows
-        passes = steps_of(config.train, context) * config.train.global_batch / windows
-        message = f"{passes:.3g} passes over {index.tokens('train'):,} tokens"
+        passes = config.steps * config.train.global_batch / windows
+        message = f"{passes:.3g} epochs over {index.tokens('train'):,} tokens"
         ok = Check("tokens", "ok", message)
-        return ok if passes <= 1 else Check("tokens", "note", f"{message}: prepare more for one")
+        return ok if passes <= 1 else Check("tokens", "note", f"{message}: prepare more data to see each token once")
 
     def held_out() -> Check:
         available = Loader(data, index, "validation", context, None).windows * context
@@ -160,9 +157,9 @@ def _data(config: Config, data: Path, prepares_data: bool) -> tuple[Index | None
 
     def content() -> Check:
         if index.tokens("train") > SMALL:
-            return Check("checksums", "note", "too many tokens to read now: the start verifies them")
+            return Check("checksums", "note", "too many tokens to verify now: training verifies them at startup")
         shards.verify(data, index, max(config.model.vocab_size, index.vocab_size))  # the vocabulary has its own row
-        return Check("checksums", "ok", "every shard is as it was written")
+        return Check("checksums", "ok", "all checksums match")
 
     source = Check("data", "note" if other else "ok", f"{data}: from {index.source}{other}")
     checks = {"vocabulary": vocabulary, "tokens": budget, "validation": held_out, "checksums": content}
@@ -170,7 +167,7 @@ def _data(config: Config, data: Path, prepares_data: bool) -> tuple[Index | None
 
 
 def other_dataset(config: Config) -> str:
-    """A hint if the default data are not the recipe's dataset."""
+    """A hint if the default data is not the recipe's dataset."""
     dataset = config.train.dataset
     return "" if dataset == "local" else f"; the recipe's dataset is {dataset}: prepare it and pass --data"
 
@@ -189,10 +186,9 @@ def _run_folder(config: Config, data: Path, out: Path, index: Index | None) -> C
         run_folder.check_data(out, data, index)
     if not checkpoints:
         return Check("run folder", "ok", f"{out} has no checkpoint yet: it starts at the first step")
-    steps = steps_of(config.train, config.model.context)
-    if checkpoints[-1].name == checkpoint.step_name(steps):
+    if checkpoints[-1].name == checkpoint.step_name(config.steps):
         return Check("run folder", "note", f"{out} is finished, with {checkpoints[-1].name}: nothing to do")
-    return Check("run folder", "ok", f"{out} resumes from {checkpoints[-1].name} of {steps:,} steps")
+    return Check("run folder", "ok", f"{out} resumes from {checkpoints[-1].name} of {config.steps:,} steps")
 
 
 def _disk(config: Config, out: Path) -> Check:

@@ -34,7 +34,7 @@ class World(NamedTuple):
     device: torch.device
     control: dist.ProcessGroup | None  # gloo, for numbers and objects; None for a single process
     saving: dist.ProcessGroup | None  # another gloo group, for the thread that writes checkpoints
-    terminated: Callable[[], bool] = threading.Event().is_set  # by SIGTERM, which does not end a rank of several
+    terminated: Callable[[], bool] = threading.Event().is_set  # SIGTERM has arrived; it does not kill a multi-rank run
     busy: threading.Event = threading.Event()  # set while this rank saves, when it may respond late
 
     @property

@@ -2,9 +2,10 @@
 
 RUN/config.json      the experiment, the data, the version of dualres, the initial model
     tokenizer.json   a copy of the data's tokenizer
-    metrics.jsonl    losses, gradient norm and learning rate by step; identical for every repetition
+    metrics.jsonl    losses, gradient norm and learning rate by step; identical in every rerun
     speed.jsonl      tokens/s and utilization by step
     tensorboard/     both, for TensorBoard
+    wandb-id.txt     id of the Weights & Biases run, with --wandb
     checkpoints/     see dualres.train.checkpoint
     summary.json     written at the end
     verified.json    which data files were verified

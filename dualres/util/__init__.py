@@ -1,1 +1,1 @@
-"""Helpers without dependencies within dualres: atomic files, progress, tables, templates, optional packages, errors."""
+"""Helpers that import nothing else from dualres: files, progress, tables, templates, curves, errors, extras, AMX."""

@@ -9,7 +9,7 @@ from markupsafe import Markup
 
 
 def environment(folder: Path, escape: Callable[[Any], str], **delimiters: Any) -> Environment:
-    """The templates of a folder. Every value is escaped, except what templates made; a missing value raises.
+    """The templates of a folder. Escapes every value except what templates made; raises for a missing value.
 
     `escape` receives each value as it is: if it takes only text, templates convert numbers. Jinja escapes literals
     inside its braces as HTML, so write them outside. `delimiters`: options of `Environment`.

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from dualres.analyze.analysis import Analysis, Protocol, analyze
+from dualres.analyze.analysis import Analysis, AnalysisProtocol, analyze
 from dualres.config.schema import ResidualConfig
 from tests import equations
 from tests.equations import Array, Look, Network
@@ -49,7 +49,7 @@ def case(request: pytest.FixtureRequest) -> Case:
     weights = {name: parameter.detach().numpy() for name, parameter in decoder.named_parameters()}
     looks = [Look() for _ in TOKENS]
     clean = equations.logits(weights, TOKENS.numpy(), net, looks)
-    analysis = analyze(decoder, TOKENS, Protocol(sequences=FEW, last=LAST, retrieval_sequences=3), {})
+    analysis = analyze(decoder, TOKENS, AnalysisProtocol(sequences=FEW, last=LAST, retrieval_sequences=3), {})
     return Case(analysis, weights, net, looks, clean)
 
 

@@ -146,6 +146,7 @@ IMPOSSIBLE = [
     ("train.micro_batch=3", ["global_batch=16", "micro_batch=3", "1, 2, 4, 8 or 16"]),
     ("train.min_learning_rate=1", ["min_learning_rate=1.0", "0.0003"]),
     ("train.betas=[0.9]", ["train.betas=[0.9]", "list of 2 numbers"]),
+    ("model.read_eps=5", ["model.read_eps=5", "not a list of numbers"]),
     ("train.precision=fp8", ["train.precision='fp8'", "bf16 or fp32"]),
     ("train.parallel.zero_stage=4", ["train.parallel.zero_stage=4", "at most 3"]),
     ("train.tokens=1", ["train.tokens=1 ", "model.context=256", "at least 4096"]),

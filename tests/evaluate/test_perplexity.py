@@ -277,7 +277,7 @@ def test_pooled_follows_the_equation():
 @pytest.mark.parametrize("change", [{"first_token": "skipped"}, {"context": 64}], ids=str)
 def test_scores_of_different_protocols_are_not_pooled(change):
     one = SourceScore("one", 1, 4, 16, 8.0, "scored", 32)
-    with pytest.raises(DataError, match="different protocols"):
+    with pytest.raises(DataError, match="cannot be pooled: use one --context"):
         pooled([one, one._replace(**change)])
 
 
@@ -314,7 +314,7 @@ def test_a_vocabulary_below_the_models_is_fine(tmp_path: Path):
 
 @pytest.mark.parametrize("prefix", [-1, 257])
 def test_a_prefix_beyond_the_model_is_refused(prefix: int):
-    with pytest.raises(DataError, match="prefix of tiny"):
+    with pytest.raises(DataError, match="start token of tiny"):
         check_vocabulary(dataclasses.replace(tiny_model(), prefix=prefix))
 
 

@@ -167,7 +167,7 @@ def test_only_all_sixteen_sources_are_called_paloma(sources: list[str], paloma: 
     models = [model("a", ppl=dict.fromkeys(sources, 40.0))]
     for table in tables(models, asked(sources)):
         assert ("not Paloma" not in table.title) == paloma
-        assert ("Paloma, its sixteen sources" in table.title) == paloma
+        assert ("the sixteen Paloma sources" in table.title) == paloma
         for text in (formats.markdown(table), formats.latex(table)):
             assert ("not Paloma" not in text) == paloma
     assert formats.as_data(models, asked(sources))["request"]["paloma"] == paloma

@@ -208,7 +208,7 @@ def test_every_missing_key_is_named(task: ZeroShotTask, tmp_path: Path):
         (b'{"question": "q"\n', "line 1 is not JSON"),
         (b"\xff\n", "line 1 cannot be read"),
         (b"[1]\n", "line 1 is list"),
-        (b"\n", "empty"),
+        (b"\n", "has no documents"),
         (b"[" * 100_000, "line 1 is not JSON"),
     ],
     ids=["cut off", "no UTF-8", "no object", "empty", "deep"],

@@ -108,7 +108,7 @@ def test_standard_as_llama_and_the_others_refused(made: Made, tmp_path: Path):
         assert relative_error(model(TOKENS).logits, open_model(made.folder / "standard").decoder(TOKENS)) < 1e-5
     assert not list((tmp_path / "llama").glob("*.py"))
     assert "import dualres" not in (tmp_path / "llama" / "README.md").read_text()
-    with pytest.raises(ModelError, match="has the residual dar-block: only `standard`"):
+    with pytest.raises(ModelError, match="uses dar-block: only `standard`"):
         export(made.folder / "dar-block", tmp_path / "no", form="llama")
     assert not (tmp_path / "no").exists()
 
@@ -325,7 +325,7 @@ def test_an_exported_folder_is_exported_again(made: Made, tmp_path: Path):
     export(tmp_path / "a", tmp_path / "b")
     import_run(tmp_path / "b", tmp_path / "run")
     assert (tmp_path / "b" / "tokenizer.json").read_bytes() == (tmp_path / "a" / "tokenizer.json").read_bytes()
-    with pytest.raises(ModelError, match="is an exported model, not a run: --checkpoint does not apply"):
+    with pytest.raises(ModelError, match="is a saved model, not a run: --checkpoint does not apply"):
         export(tmp_path / "a", tmp_path / "c", checkpoint="best")
 
 

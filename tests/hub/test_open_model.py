@@ -62,9 +62,14 @@ def test_devices(gpus: int, name: str, device: str | None, monkeypatch: pytest.M
 
 
 def test_a_device_of_another_name():
-    for name in ("gpu", "cuda:", "cuda:one", "mps"):
+    for name in ("gpu", "cuda:", "cuda:one", "mps", "meta"):
         with pytest.raises(ConfigError, match=f"--device {name} is not a device: use auto, cpu, cuda or cuda:N"):
             pick_device(name)
+
+
+def test_a_saved_model_has_no_checkpoints(folder: Path):
+    with pytest.raises(ModelError, match="is a saved model, not a run: --checkpoint does not apply"):
+        open_model(folder, architectures="any", checkpoint="best")
 
 
 def test_an_opened_model_is_as_it_was_saved(folder: Path):

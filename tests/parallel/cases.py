@@ -17,7 +17,7 @@ from dualres.model.moe import MoE
 from dualres.parallel.mesh import Mesh
 from dualres.train.engines import build
 from dualres.train.engines.base import Engine, MicroBatch
-from dualres.train.recipe import learning_rate
+from dualres.train.optimizer import learning_rate
 from tests.small import relative_error
 
 STEPS, SEEDS, NEXT_SEED = 3, (1, 2, 3), 10  # the next is tried where one does not do

@@ -19,8 +19,8 @@ from dualres.parallel.mesh import Mesh, mesh_of
 from dualres.plan.estimate import estimate
 from dualres.plan.hardware import GIB, USABLE, Hardware
 from dualres.train import checkpoint, run_folder
+from dualres.train.optimizer import learning_rate
 from dualres.train.preflight import unused_mesh
-from dualres.train.recipe import learning_rate
 from dualres.util.atomic_files import LOCK
 from tests.train.tiny import ALONE, Told, overrides, tiny_config
 
@@ -31,7 +31,7 @@ def plan_of(*arguments: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, d
 
 
 def checks_of(made: dict[str, Any]) -> dict[str, tuple[str, str]]:
-    return {check["name"]: (check["state"], check["says"]) for check in made["checks"]}
+    return {check["name"]: (check["state"], check["details"]) for check in made["checks"]}
 
 
 @pytest.fixture
@@ -56,13 +56,13 @@ def test_the_papers_large_models(
         assert f"{number:,}" in text
     assert f"{4096 * batch:,} in {batch} sequences of 4,096: {ranks} ranks × 16 micro-batches of 2" in text
     assert f"{steps:,}, {steps * 4096 * batch:,} tokens in total" in text
-    assert "0.0003 at step 2,000 after 2,000 of warmup, cosine decay to 3e-05" in text
+    assert "0.0003 at step 2,000 after 2,000 warmup steps, cosine decay to 3e-05" in text
     for step in (1, 1000, 2000, steps):
         assert f"{step:,}: {learning_rate(step - 1, steps, config.train):.3e}" in text
     held = estimate(config, "fsdp2", mesh_of(config, 8), Hardware()).peak_memory
     assert f"{held / GIB:.2f}" in text
     assert "FineWeb-Edu-100B" in text
-    assert "train.parallel zero_stage=1: not used by fsdp2: DeepSpeed's" in text
+    assert "train.parallel zero_stage=1 is ignored by fsdp2: only DeepSpeed uses it" in text
     assert "not validated on GPUs" in text
     assert f"torchrun --nproc-per-node 8 -m dualres train {scale} dar-block\n" in text
     assert list(elsewhere.iterdir()) == []  # neither data nor a run
@@ -225,7 +225,9 @@ def test_tokens_that_are_seen_again(data: Path, elsewhere: Path, capsys: pytest.
     index = json.loads((data / "index.json").read_text())
     tokens = sum(shard["tokens"] for shard in index["train"])
     passes = made["batch"]["tokens"] / ((tokens - 1) // 32 * 32)
-    assert checks["tokens"][1] == f"{passes:.3g} passes over {tokens:,} tokens: prepare more for one"
+    assert (
+        checks["tokens"][1] == f"{passes:.3g} epochs over {tokens:,} tokens: prepare more data to see each token once"
+    )
     assert "fewer than the 10,000,000 of train.validation_tokens" in checks["validation"][1]
 
 
@@ -319,18 +321,18 @@ def test_a_start_says_which_mesh_it_does_not_use(tmp_path: Path):
     progress = Told()
     introduce(load_config("moe-7b", "dar-block"), given, tmp_path, ALONE, progress)
     assert progress.said[1:] == [
-        "train.parallel tensor=2, expert=4, sequence_parallel=True, zero_stage=1: not used by single: the engine "
-        "trains data-parallel, which computes the same"
+        "train.parallel tensor=2, expert=4, sequence_parallel=True, zero_stage=1 is ignored by single: single is "
+        "data-parallel only, which gives the same results"
     ]
     progress = Told()
     introduce(tiny_config(), given, tmp_path, ALONE, progress)
     assert len(progress.said) == 1
     config = load_config("moe-7b", "dar-block")
     assert unused_mesh(config, "deepspeed") == (
-        "train.parallel tensor=2, expert=4, sequence_parallel=True: not used by deepspeed: the engine trains "
-        "data-parallel, which computes the same"
+        "train.parallel tensor=2, expert=4, sequence_parallel=True is ignored by deepspeed: deepspeed is "
+        "data-parallel only, which gives the same results"
     )
-    assert unused_mesh(config, "fsdp2") == "train.parallel zero_stage=1: not used by fsdp2: DeepSpeed's"
+    assert unused_mesh(config, "fsdp2") == "train.parallel zero_stage=1 is ignored by fsdp2: only DeepSpeed uses it"
 
 
 @pytest.mark.parametrize("arguments", [["--gpus", "8"], ["--gpu-memory", "80"], ["--json"]], ids=str)

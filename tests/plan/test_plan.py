@@ -45,7 +45,7 @@ def test_a_mesh_that_is_given(capsys: pytest.CaptureFixture[str]):
     assert main(["plan", *given]) == 0
     text, shown = capsys.readouterr()
     assert shown.startswith("dp2·tp2: standard")
-    for words in ("not validated on GPUs", "989 Tflop/s", "live streams", "start it with", "as given"):
+    for words in ("not validated on GPUs", "989 TFLOP/s", "live streams", "start it with", "as given"):
         assert words in text
 
 
@@ -132,7 +132,7 @@ def test_what_does_not_fit(capsys: pytest.CaptureFixture[str]):
 
 REFUSED = {
     "no batch": (["--gpus", "4096"], "train.global_batch=16 has fewer micro-batches than 4096 GPUs"),
-    "small batch": (["--gpus", "64", *TENSOR], "than the 32 data-parallel ranks of dp32·tp2: use --set train.global"),
+    "small batch": (["--gpus", "64", *TENSOR], "must be at least train.micro_batch=16 × 32 data-parallel ranks = 512"),
     "heads": (["--gpus", "8", "--set", "train.parallel.tensor=4"], "does not divide model.kv_heads=2"),
     "processes": (["--gpus", "3", *TENSOR], "does not divide 3 processes: start 2 or 4"),
     "nodes": (["--gpus", "12"], "--gpus 12 is not a multiple of --node-size 8: use 8"),
@@ -145,7 +145,7 @@ REFUSED = {
     ),
     "utilization": (["--gpus", "8", "--utilization", "1.5"], "--utilization 1.5 exceeds 1 (100% of peak)"),
     "gpus": (["--gpus", str(10**24)], "exceeds the supported maximum: use at most 1,000,000"),
-    "ddp": (["--gpus", "8", "--set", "train.engine=ddp"], "than the 8 data-parallel ranks of dp8: use --set train.gl"),
+    "ddp": (["--gpus", "8", "--set", "train.engine=ddp"], "× 8 data-parallel ranks = 128"),
     "context": (["--gpus", "8", "--set", "train.parallel.context=2"], "context parallelism is not implemented"),
     "bandwidth": (["--gpus", "8", "--node-bandwidth", "-1"], "--node-bandwidth -1.0 is not positive"),
 }
@@ -157,9 +157,13 @@ def test_what_is_refused(words: list[str], says: str, capsys: pytest.CaptureFixt
     assert says in capsys.readouterr().err
 
 
-def test_an_engine_for_one_process_is_not_planned_for_several(capsys: pytest.CaptureFixture[str]):
-    assert main(["plan", "nano", "dar-block", "--gpu-memory", "1", "--gpus", "8", "--set", "train.engine=single"]) == 1
-    assert "use ddp, fsdp2 or deepspeed" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("engine", "says"), [("single", "use ddp, fsdp2 or deepspeed"), ("deepspeed", "zero_stage=0 shards nothing")]
+)
+def test_an_engine_that_training_refuses_is_not_planned(engine: str, says: str, capsys: pytest.CaptureFixture[str]):
+    words = ["--gpu-memory", "1", "--gpus", "8", "--set", f"train.engine={engine}"]
+    assert main(["plan", "nano", "dar-block", *words]) == 1
+    assert says in capsys.readouterr().err
 
 
 def test_a_residual_that_the_mesh_does_not_suit(capsys: pytest.CaptureFixture[str]):

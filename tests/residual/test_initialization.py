@@ -13,7 +13,7 @@ from dualres.residual.attnres import FullMap, LowRankMap
 from dualres.residual.dar import Dual, GateSet
 from dualres.residual.gate import Gate
 from dualres.residual.hyper_connections import HyperConnections
-from dualres.residual.retrieval import Queries, Retrieval, Retrieving
+from dualres.residual.retrieval import Queries, RetrievalPathway, RetrievalReadout
 from tests.small import RESIDUALS, model_config, next_token_loss, random_tokens
 
 STATE = torch.randn(2, 3, 5, 32, generator=torch.Generator().manual_seed(0))
@@ -101,7 +101,11 @@ def test_eps_reaches_every_norm():
     """Of branches, output, depth keys and gate inputs."""
     for method in ("dar-block", "attnres-full", "mhc"):
         decoder = start_of(ResidualConfig(method), norm_eps=0.125)
-        norms = [m.eps for m in decoder.modules() if isinstance(m, torch.nn.RMSNorm | Gate | Retrieving | Retrieval)]
+        norms = [
+            m.eps
+            for m in decoder.modules()
+            if isinstance(m, torch.nn.RMSNorm | Gate | RetrievalPathway | RetrievalReadout)
+        ]
         assert set(norms) == {0.125}
         assert len(norms) > 11
 
@@ -115,7 +119,7 @@ def test_eps_matters_to_depth_scores():
         for module in model.modules():
             if isinstance(module, Queries):
                 torch.nn.init.constant_(module.weight, 0.5)
-            if isinstance(module, Retrieving | Retrieval):
+            if isinstance(module, RetrievalPathway | RetrievalReadout):
                 module.eps = eps
         return model(tokens)
 

@@ -74,7 +74,8 @@ def test_two_processes_train_like_one(group: str, alone: dict[str, Path], data: 
     ],
 )
 def test_the_config_picks_the_engine(engine: str, processes: int, wanted: str):
-    assert engine_name(tiny_config(train__engine=engine), processes) == wanted
+    config = tiny_config(train__engine=engine, train__parallel__zero_stage=1)
+    assert engine_name(config, processes) == wanted
 
 
 @pytest.mark.parametrize(("engine", "processes"), [("single", 2), ("ddp", 1), ("fsdp2", 1), ("deepspeed", 1)])

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from dualres.config.schema import ConfigError
 from dualres.data.loader import Loader
 from dualres.data.shards import INDEX, TOKENIZER, read_index
 from dualres.data.tokenizer import train_bpe
@@ -24,7 +25,7 @@ from dualres.train import run_folder
 from dualres.train.checkpoint import STATE, Checkpoints, damage
 from dualres.train.loop import check_batch
 from dualres.train.metrics import SPEED, read_rows
-from dualres.train.recipe import learning_rate
+from dualres.train.optimizer import learning_rate
 from dualres.util.errors import DataError, TrainError
 from tests.train.tiny import (
     STEPS,
@@ -263,7 +264,7 @@ def test_all_checkpoints_damaged(data: Path, whole: Path, tmp_path: Path):
 
 
 def test_a_batch_that_does_not_cut(data: Path):
-    with pytest.raises(TrainError, match=r"global_batch=4 must be at least train.micro_batch=2 × 3"):
+    with pytest.raises(ConfigError, match=r"global_batch=4 must be at least train.micro_batch=2 × 3"):
         check_batch(tiny_config(), 3)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from dualres.model.block import checked_update, embed, extended
 from dualres.model.decoder import reset_part
 from dualres.residual.pathway import History, Pathway
-from dualres.train.recipe import optimizer_groups
+from dualres.train.optimizer import optimizer_groups
 
 UNDECAYED = "residual_without_decay"  # attribute of parameters without weight decay, of any shape
 
@@ -26,7 +26,7 @@ class Step(NamedTuple):
     last: bool
 
 
-class Context(NamedTuple):
+class Residuals(NamedTuple):
     """The state passed from layer to layer: the block states so far, and the open block with its state."""
 
     history: History
@@ -60,7 +60,7 @@ class ResidualLayer(TransformerLayer):  # type: ignore[misc]
         self.pathways = nn.ModuleDict({str(b): _copy(p, f"pathway {b}", seed, config) for b, p in pathways.items()})
         self.readout = None if readout is None else _copy(readout, "readout", seed, config)
 
-    def forward(self, hidden_states: Tensor, context: Context | None = None, **options: Any) -> tuple[Tensor, Any]:
+    def forward(self, hidden_states: Tensor, context: Residuals | None = None, **options: Any) -> tuple[Tensor, Any]:
         """(T,B,D) -> (T,B,D) and the next layer's `context`; `options` are passed to Megatron's branches unchanged."""
         if (context is None) != (self.layer_number == 1):
             raise ValueError(
@@ -68,7 +68,7 @@ class ResidualLayer(TransformerLayer):  # type: ignore[misc]
                 "all layers of the GPTModel, in order, in one pipeline stage"
             )
         options.pop("dynamic_inference_decode_only", None)  # for Megatron's CUDA graphs, as in its own layer
-        history, pathway, state = context or Context(embed(hidden_states, self.streams), None, None)
+        history, pathway, state = context or Residuals(embed(hidden_states, self.streams), None, None)
         for step, branch in zip(self.steps, (self.attention, self.feedforward), strict=True):
             if step.branch == 0:
                 pathway = cast(Pathway, self.pathways[str(step.block)])
@@ -80,7 +80,7 @@ class ResidualLayer(TransformerLayer):  # type: ignore[misc]
             if step.last:
                 history = extended(history, pathway.close(state), pathway)
         if self.readout is None:
-            return hidden_states, Context(history, pathway, state)
+            return hidden_states, Residuals(history, pathway, state)
         return self.readout(*history), None
 
     def attention(self, h: Tensor, options: Mapping[str, Any]) -> Tensor:

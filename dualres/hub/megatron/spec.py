@@ -118,7 +118,7 @@ def _with_our_norms(submodules: Any) -> Any:
 
 
 class RMSNorm(nn.RMSNorm):
-    """RMSNorm with sequence parallelism but without TransformerEngine, which Megatron's local norm does not support."""
+    """RMSNorm that supports sequence parallelism without TransformerEngine; Megatron's local norm does not."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any):
         if config.normalization != "RMSNorm":

@@ -93,15 +93,15 @@ def attention(config: Any) -> Table:
 def import_weights(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Load a decoder's state dict into a `GPTModel`, wrapped or not; each rank copies its shards.
 
-    If the optimizer keeps its own copies of the weights, call `optimizer.reload_model_params()` afterwards.
+    If the optimizer keeps its own copies of the weights, call `optimizer.reload_model_params()` afterward.
     """
     (gpt,) = unwrap_model([model])
     mappings, groups = parameter_mappings(gpt), gpt.pg_collection
     expected = {name for mapping in mappings.values() for name in mapping.ours}
     if different := sorted(expected ^ state.keys()):
         where = "the state dict" if different[0] in expected else "the Megatron model"
-        others = f"and {len(different) - 1} more"
-        raise ValueError(f"{different[0]} is missing in {where}, {others}: build both from the same configs")
+        more = f" (and {len(different) - 1} more)" if different[1:] else ""
+        raise ValueError(f"{different[0]} is missing from {where}{more}: build both from the same configs")
     size = len(state[VOCABULARY[0]])
     if size != gpt.vocab_size:
         raise ValueError(
@@ -121,7 +121,7 @@ def import_weights(model: nn.Module, state: Mapping[str, Tensor]) -> None:
         shard = mapping.layout.shard(tensors, group.rank(), group.size())
         if shard.shape != parameter.shape:
             shapes = f"{tuple(parameter.shape)} in the Megatron model and {tuple(shard.shape)} in the state dict"
-            raise ValueError(f"{name} is {shapes}: build both from the same configs, with heads and widths that divide")
+            raise ValueError(f"{name} is {shapes}: build both from the same configs, divisible by tensor parallelism")
         parameter.copy_(shard)
 
 

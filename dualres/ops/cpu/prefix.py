@@ -1,7 +1,7 @@
-"""Phase 1 on a CPU: a token reads its history from memory once, forward and backward.
+"""Phase 1 on a CPU: each token's history is read from memory once, forward and backward.
 
-Its rows are copied next to each other: in place, a power of two apart, they would evict each other from the cache
-between the computation of their weights and of their sum.
+Its rows are copied into one buffer: at their own addresses, a power of two apart, they would evict each other from
+the cache between the computation of their weights and of their sum.
 """
 # N tokens  D width  J stored streams  O output streams  R history  U query sets  M = U·O queries
 

@@ -48,7 +48,7 @@ class Backward(NamedTuple):
     """Token-wise numbers of the backward pass, all float32."""
 
     products: Tensor  # dh · u_k (K,N)
-    normed: Tensor  # dh = normed[0] · w ⊙ dy − normed[1] · h (2,N)
+    norm_factors: Tensor  # dh = norm_factors[0] · w ⊙ dy − norm_factors[1] · h (2,N)
     pre: Tensor  # H_pre (J,N)
     d_logits: Tensor  # dz (G,N)
     factors: Tensor | None = None  # of W in dX, of X in dW (G,N)
@@ -249,8 +249,8 @@ def _products(d_h, given, norm, numbers, tokens: tl.int64, count, norm_eps, SHAP
     if norm is not None:
         mixed = tiles.combine(given, count, tile, 1)
         gradient, r, norm_shrink = tiles.norm_backward(gradient, mixed[0], norm, norm_eps, tile)
-        tiles.store_number(numbers.normed, 0, tile, r)
-        tiles.store_number(numbers.normed, 1, tile, norm_shrink)
+        tiles.store_number(numbers.norm_factors, 0, tile, r)
+        tiles.store_number(numbers.norm_factors, 1, tile, norm_shrink)
     for k in range(0, count):
         product = tl.sum(gradient * tiles.load_row(tiles.pick(given.updates, k), tile), 1)
         tiles.store_number(numbers.products, k, tile, product)
@@ -327,8 +327,8 @@ def _row_gradients(
         live, weights, mixed = _live_tile(given, numbers.pre, count, tile, SHAPE.STREAMS)
         gradient = tiles.load_row(d_h, tile)
         if norm is not None:
-            r = tiles.load_number(numbers.normed, 0, tile)[:, None]
-            norm_shrink = tiles.load_number(numbers.normed, 1, tile)[:, None]
+            r = tiles.load_number(numbers.norm_factors, 0, tile)[:, None]
+            norm_shrink = tiles.load_number(numbers.norm_factors, 1, tile)[:, None]
             gradient = r * tiles.parameter(norm, tile) * gradient - norm_shrink * mixed
         d_live = ()
         for j in tl.static_range(SHAPE.STREAMS):
@@ -363,7 +363,7 @@ def _weight_gradients(d_h, given, numbers, partial, partial_norm, tokens: tl.int
             terms = terms + (tl.dot(factor, live[j], input_precision=SHAPE.PRECISION),)
         sums = tiles.added(sums, terms)
         if partial_norm is not None:
-            d_norm += tiles.load_number(numbers.normed, 0, tile)[:, None] * mixed * tiles.load_row(d_h, tile)
+            d_norm += tiles.load_number(numbers.norm_factors, 0, tile)[:, None] * mixed * tiles.load_row(d_h, tile)
     for j in tl.static_range(SHAPE.STREAMS):
         place = partial + ((part * SHAPE.VALUES + value[:, None]) * SHAPE.STREAMS + j) * SHAPE.D + column[None, :]
         tl.store(place, sums[j], (value < SHAPE.VALUES)[:, None] & (column < SHAPE.D)[None, :])

@@ -37,7 +37,7 @@ def pack(arguments: ReadArguments) -> Any:
     return arguments._replace(**tuples)
 
 
-class Gate(NamedTuple):
+class GateTile(NamedTuple):
     """One gate for a tile's tokens; tuples over the gate's values."""
 
     scale: Any  # the inverse norm of its input streams
@@ -55,7 +55,7 @@ class Forward(NamedTuple):
     key_scales: Any  # the inverse norms of the keys
     streams: Any  # h̃ and the live state merged
     alpha: Any
-    beta: Any  # β / 2: a `Gate` without the factor 2
+    beta: Any  # β / 2: a `GateTile` without the factor 2
     mixed: Any  # what the branch reads, before its norm
 
 
@@ -70,13 +70,13 @@ def _project(streams, weight, tile):
 
 @triton.jit
 def open_gate(streams, scale, parameters, COUNT: tl.constexpr, tile):
-    """The `Gate` of `COUNT` values with these parameters: weight, scale, bias."""
+    """The `GateTile` of `COUNT` values with these parameters: weight, scale, bias."""
     projected, outputs = (), ()
     for g in tl.static_range(COUNT):
         e = _project(streams, parameters[0] + g * len(streams) * tile.D, tile)
         projected = projected + (e,)
         outputs = outputs + (tl.sigmoid(tl.load(parameters[1]) * scale * e + tl.load(parameters[2] + g)),)
-    return Gate(scale, projected, outputs)
+    return GateTile(scale, projected, outputs)
 
 
 @triton.jit
@@ -143,7 +143,7 @@ def _read(arguments, results, tokens: tl.int64, count, KEY: tl.constexpr, VALUE:
 class Factors(NamedTuple):
     """The factors of the rows in the gradients of the weights, per token, all float32."""
 
-    mixing: Tensor  # of the streams in the normed h (O,N)
+    mixing: Tensor  # of the streams in h before its norm (O,N)
     masses: Tensor  # of h̃ in a stream (O,N)
     scored: Tensor  # of the keys in dq (O,N)
     projected: Tensor  # of the streams in dW (G,N)

@@ -45,7 +45,7 @@ def prefix(arguments: PrefixArguments, results: list[Tensor]) -> None:
 def prefix_backward(
     d_retrieved: list[Tensor], d_partition: list[Tensor], saved: SavedPrefix, gradients: PrefixArguments
 ) -> None:
-    """`autograd.prefix_backward`: one pass over the history for d h̃ · v, token-wise algebra, one for the gradients."""
+    """`autograd.prefix.backward`: one pass over the history for d h̃ · v, token-wise algebra, one for the gradients."""
     sets, outputs, width = saved.queries.shape
     states, streams, tokens = len(saved.history), len(saved.history[0]), saved.norms[0, 0].numel()
     history, products = pointers(saved.history), torch.empty_like(saved.logits)  # (R,U,O,B,T)

@@ -21,8 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 from dualres.config.schema import TrainConfig
 from dualres.model.attention import RouterReport
 from dualres.model.loss import Objective
+from dualres.train.optimizer import adamw, fresh_state
 from dualres.train.process_group import World
-from dualres.train.recipe import adamw, fresh_state
 
 
 class MicroBatch(NamedTuple):

@@ -38,11 +38,13 @@ def engine_name(config: Config, processes: int) -> str:
             f"train.engine={name} needs several processes: use torchrun --nproc-per-node 2 -m dualres train …, "
             "or use train.engine=single"
         )
+    if name == "deepspeed" and config.train.parallel.zero_stage == 0:
+        raise TrainError("train.engine=deepspeed with train.parallel.zero_stage=0 shards nothing: use 1, 2 or 3")
     return name
 
 
 def engine_mesh(config: Config, processes: int) -> Mesh:
-    """The mesh of `processes` processes; one that the model cannot be sharded over raises."""
+    """The mesh of `processes` processes. Raises if the model cannot be sharded over it."""
     fsdp2 = processes > 1 and config.train.engine in ("auto", "fsdp2")
     return mesh_of(config, processes) if fsdp2 else Mesh(data=processes)
 

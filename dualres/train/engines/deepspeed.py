@@ -11,9 +11,8 @@ from dualres.config.schema import Config
 from dualres.model.attention import RouterReport
 from dualres.model.loss import Objective
 from dualres.train.engines.base import Engine, MicroBatch
+from dualres.train.optimizer import adamw, fresh_state
 from dualres.train.process_group import World
-from dualres.train.recipe import adamw, fresh_state
-from dualres.util.errors import TrainError
 from dualres.util.optional_dependencies import need
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -24,8 +23,6 @@ class DeepSpeedEngine(Engine):
 
     def __init__(self, config: Config, world: World, objective: Objective):
         train, stage = config.train, config.train.parallel.zero_stage
-        if stage == 0:
-            raise TrainError("train.engine=deepspeed with train.parallel.zero_stage=0 shards nothing: use 1, 2 or 3")
         if world.device.type == "cpu":
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
         deepspeed = need("deepspeed", "deepspeed", "train.engine=deepspeed")

@@ -25,7 +25,7 @@ from torch import nn
 
 from dualres.hub.megatron import decay_overrides, export_weights, gpt_options, import_weights, with_vocabulary
 from dualres.model.decoder import build_decoder
-from dualres.train.recipe import optimizer_groups
+from dualres.train.optimizer import optimizer_groups
 from tests.hub.megatron.compare import (
     BATCH,
     EXACT,

@@ -14,7 +14,7 @@ from dualres.data.loader import Loader
 from dualres.data.shards import read_index
 from dualres.hub.open_model import open_model
 from dualres.model.decoder import build_decoder
-from dualres.train.recipe import adamw, learning_rate, optimizer_groups, steps_of
+from dualres.train.optimizer import adamw, learning_rate, optimizer_groups
 from tests.small import FEEDFORWARDS, RESIDUALS, model_config, relative_error
 from tests.train.tiny import rows, tiny_config, train_tiny
 
@@ -49,7 +49,7 @@ def test_the_paper_recipe(scale: str):
 def test_moe_schedule():
     """60,000 steps: a linear rise over 2,000, then half a cosine to a tenth at the last."""
     config = load_config("moe-7b", "dar-block")
-    steps = steps_of(config.train, config.model.context)
+    steps = config.steps
     assert steps == 60_000
     rates = [learning_rate(step, steps, config.train) for step in range(steps)]
     assert rates[:2] == pytest.approx([3e-4 / 2000, 2 * 3e-4 / 2000])
@@ -65,7 +65,7 @@ def test_the_schedule_ends_at_its_minimum():
     """Twenty steps, where being one late shows."""
     changes = ["train.tokens=20_480", "train.global_batch=4", "train.micro_batch=4", "train.warmup_steps=4"]
     config = load_config("nano", "standard", changes)
-    steps = steps_of(config.train, config.model.context)
+    steps = config.steps
     assert steps == 20
     rates = [learning_rate(step, steps, config.train) for step in range(steps)]
     peak, least = config.train.learning_rate, config.train.min_learning_rate
@@ -111,5 +111,5 @@ def test_a_run_is_the_recipe(data: Path, tmp_path: Path):
 
 def test_no_warmup_and_one_step():
     config = load_config("nano", "standard", ["train.tokens=4096", "train.warmup_steps=0"])
-    assert steps_of(config.train, config.model.context) == 1
+    assert config.steps == 1
     assert learning_rate(0, 1, config.train) == config.train.learning_rate

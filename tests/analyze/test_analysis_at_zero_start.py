@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from dualres.analyze.analysis import Protocol, analyze
+from dualres.analyze.analysis import AnalysisProtocol, analyze
 from dualres.model.decoder import build_decoder
 from tests.residual.test_zero_start import gates_closed
 from tests.small import RESIDUALS, model_config, random_tokens
 
-PROTOCOL = Protocol(sequences=2, last=9, retrieval_sequences=2)
+PROTOCOL = AnalysisProtocol(sequences=2, last=9, retrieval_sequences=2)
 
 
 @pytest.mark.parametrize("name", ["mhc-2", "mhc-4", "dar-block", "dar-full", "dar-selfkv", "dar-fixedkv", "dar-crossv"])

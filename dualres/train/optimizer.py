@@ -1,4 +1,4 @@
-"""The paper's recipe: weight decay and the learning-rate schedule."""
+"""AdamW and the learning-rate schedule of the paper's recipe: which parameters decay, warmup and cosine decay."""
 
 import math
 from collections.abc import Iterator
@@ -42,11 +42,6 @@ def learning_rate(step: int, steps: int, train: TrainConfig) -> float:
     progress = (step - train.warmup_steps) / max(1, steps - 1 - train.warmup_steps)
     cosine = (1 + math.cos(math.pi * min(1.0, progress))) / 2
     return train.min_learning_rate + (train.learning_rate - train.min_learning_rate) * cosine
-
-
-def steps_of(train: TrainConfig, context: int) -> int:
-    """The number of steps in the token budget; a last, partial batch is dropped."""
-    return max(1, train.tokens // (train.global_batch * context))
 
 
 def adamw(model: nn.Module, train: TrainConfig) -> torch.optim.AdamW:
