@@ -30,6 +30,12 @@ def test_using_it_changes_nothing_either():
     run(f"import os, sys, warnings, torch\nbefore = {PROCESS}\n{use}\nassert before == ({PROCESS})")
 
 
+def test_no_module_sets_a_warning_filter():
+    """Beyond those of torch and of its sympy: the filters of a run are set when it starts."""
+    use = "import dualres.parallel.pipeline, dualres.train.checkpoint"
+    run(f"import warnings, sympy, torch\nbefore = [*warnings.filters]\n{use}\nassert before == warnings.filters")
+
+
 def test_public_names_import_no_compiler():
     """Nor Hugging Face: triton and numba are for the operators that run compiled, and take a fifth of torch's time."""
     use = "import dualres\nfor name in dualres.__all__: getattr(dualres, name)"

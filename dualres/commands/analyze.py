@@ -134,8 +134,8 @@ def _analyze(name: str, folder: Path, data: Path, args: argparse.Namespace, prog
     }
     try:
         previous = read_analysis(folder / FOLDER)
-    except ConfigError:
-        progress.say(f"{folder / FOLDER} cannot be read: analyzing {name} again")
+    except ConfigError as error:
+        progress.say(f"{error}; doing so now")
         previous = None
     if previous is not None and previous.about.get("key") == key:
         progress.say(f"{name}: already analyzed; see {folder / FOLDER}")

@@ -37,7 +37,8 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
 
 
 def add_checkpoint(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--checkpoint", choices=("last", "best"), default="last", help="which, of a run (default last)")
+    help = "which checkpoint of a run (default last)"
+    parser.add_argument("--checkpoint", choices=("last", "best"), default="last", help=help)
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:

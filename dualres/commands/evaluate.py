@@ -54,7 +54,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--out", metavar="DIR", type=Path, default=DEFAULT_OUT, help=f"output folder (default {DEFAULT_OUT})")
     add("--batch", metavar="N", default="auto", help="rows per batch (default auto: from free memory)")
     add("--limit", metavar="N", type=int, help="only the first N documents of each task, for a quick test")
-    add("--first-token", choices=("scored", "skipped"), default="scored", help="of a document, in perplexity")
+    add(
+        "--first-token",
+        choices=("scored", "skipped"),
+        default="scored",
+        help="of a document, for perplexity (default scored)",
+    )
     arguments.add_checkpoint(parser)
     add("--context", metavar="N", type=int, help="window length (default, and maximum: the model's)")
     arguments.add_device(parser)

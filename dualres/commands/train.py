@@ -31,7 +31,7 @@ EPILOG = f"""\
 {arguments.KNOWN}{arguments.OVERRIDES}
 examples:
   dualres train nano dar-block
-  torchrun --nproc-per-node 8 -m dualres train 1b dar-block --data data/fineweb --out runs/1b-dar
+  torchrun --nproc-per-node 8 -m dualres train 1b dar-block --data data/fineweb-100b --out runs/1b-dar
   dualres train 1b dar-block --dry-run --gpus 8
   dualres train 1b dar-block --from models/llama-1b-dar --data data/llama-tokens
 """

@@ -96,8 +96,8 @@ def convert(hint: Any, value: Any, where: str) -> Any:
         if listed and items[1:] == (...,):
             return tuple(convert(items[0], v, where) for v in value)
         if not listed or len(value) != len(items):
-            wanted = "a list of numbers" if items[1:] == (...,) else f"a list of {len(items)} numbers"
-            raise ConfigError(f"{where}={value!r} is not {wanted}: write it in brackets, [0.9, 0.95]")
+            wanted = "numbers" if items[1:] == (...,) else f"{len(items)} numbers"
+            raise ConfigError(f"{where}={value!r} is not a list of {wanted}: write them in brackets, [0.1, 0.2, …]")
         return tuple(convert(h, v, where) for h, v in zip(items, value, strict=True))
     if hint in (bool, str) and isinstance(value, hint):
         return value

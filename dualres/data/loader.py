@@ -73,7 +73,7 @@ class Loader:
 def sum_over_windows(
     loader: Loader, count: int, rows: int, batch_loss: Callable[[Tensor], float], rank: int = 0, ranks: int = 1
 ) -> float:
-    """The loss summed over this rank's share of the first `count` windows; the caller divides the total by `count`.
+    """The loss summed over this rank's share of the first `count` windows; the caller takes the mean.
 
     `batch_loss` returns the sum over the windows of a batch (B,T+1) of at most `rows`. All ranks take part in every
     round, since a sharded model is gathered by all of them together; windows past the end are not counted.

@@ -16,7 +16,7 @@ from dualres.util.atomic_files import flush, naming, partial_of, write_json
 from dualres.util.errors import DataError
 
 INDEX, TOKENIZER = "index.json", "tokenizer.json"
-FORMAT = "dualres tokens 1"
+FORMAT = "dualres tokens 2"
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = ("train", "validation")
 READ = 2**24  # tokens read at a time
@@ -107,7 +107,7 @@ def read_index(folder: Path) -> Index:
             data[split] = tuple(Shard(**row) for row in data[split])
         index = Index(**data)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{path} is not an index of this version ({error!r}): prepare the data again") from None
+        raise DataError(f"{path} is not an index of this version ({error!r}): remove {folder}, prepare again") from None
     check_sizes(folder, index)
     read_tokenizer(folder, index)
     return index

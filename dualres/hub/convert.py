@@ -67,10 +67,10 @@ def convert(
 
     `check` compares the logits of both models, in memory and in float32, and raises if they differ.
     """
-    from dualres.hub.hf_model import DualResForCausalLM
-
     model_folder.check_new(out)
     register()
+    from dualres.hub.hf_model import DualResForCausalLM
+
     checkpoint = read_source(model_folder.local_folder(source))
     model, pathway = target(checkpoint, residual, overrides)
     decoder = load_decoder(checkpoint, model, pathway, seed, show)

@@ -57,7 +57,7 @@ class TrainedModel:
         """The network as a `PreTrainedModel`, which shares the weights of a run's decoder."""
         if not isinstance(self.network, Decoder):
             return self.network
-        need("transformers", "hub", "a Hugging Face model")
+        register()
         from dualres.hub.hf_model import DualResForCausalLM
 
         end = self.require_tokenizer().end_of_text
@@ -203,8 +203,6 @@ def open_model(
     if run_folder.is_run(folder):
         model = _open_run(folder, checkpoint)
     else:
-        if checkpoint != "last":
-            raise ModelError(f"{folder} is a saved model, not a run: --checkpoint does not apply")
         saved = model_folder.read_saved(folder)
         if saved.config.get("model_type") != model_folder.MODEL_TYPE and architectures == "any":
             model = _open_saved(folder, dtype)
@@ -212,6 +210,8 @@ def open_model(
             model.network.to(place)
             return model
         model_folder.check_saved(saved)
+        if checkpoint != "last":
+            raise ModelError(f"{folder} is an exported model, not a run: --checkpoint does not apply")
         model = _open_saved(folder, "auto")
     model.network.to(place, None if dtype == "auto" else getattr(torch, dtype)).eval()
     return model
@@ -288,8 +288,8 @@ def find_checkpoint(folder: Path, which: str) -> Path:
 
 def _open_saved(folder: Path, dtype: str) -> TrainedModel:
     """Load a saved model with `transformers`, which rounds the weights to `dtype`, but not the rotary frequencies."""
-    transformers = need("transformers", "hub", "a Hugging Face model")
     register()
+    transformers = need("transformers", "hub", "a Hugging Face model")
     with model_folder.read_by_transformers(folder):
         model, info = transformers.AutoModelForCausalLM.from_pretrained(
             folder,

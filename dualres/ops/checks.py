@@ -89,7 +89,7 @@ def read(arguments: ReadArguments) -> None:
         raise ValueError(f"the route has {len(arguments.key)} output streams, but {outputs} are retrieved")
     stored = stored if live else outputs
     if stored > MAX_STREAMS or outputs != (2 if arguments.gates else 1) or (arguments.gates and stored != 2):
-        raise ValueError(f"{stored} stored and {outputs} output streams: use 1 or 2 and 1 or, with gates, 2 and 2")
+        raise ValueError(f"{stored} stored and {outputs} output streams: a read takes 1 or 2 and 1, with gates 2 and 2")
     if arguments.query is not None:
         _has_shape("queries", arguments.query, (outputs, width), retrieved)
     _has_shape("log_partition", arguments.log_partition, (outputs, *tokens), retrieved)

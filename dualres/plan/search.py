@@ -171,7 +171,7 @@ def check_memory(planned: MeshEstimate, hardware: Hardware) -> Check:
             saved = f"train.compile={config.train.compile} keeps fewer activations than the {kept:.1f} GiB counted"
             return Check("memory", "note", f"{problem}, but {saved}; if it fails, {remedy}")
         return Check("memory", "problem", f"{problem}: {remedy}")
-    none = "no sharding, recomputation or micro-batch is enough: use a smaller model, or GPUs with more memory"
+    none = "no recomputation, micro-batch or number of GPUs that was tried is enough: use more or larger GPUs"
     return Check("memory", "problem", f"{problem}: {none}")
 
 

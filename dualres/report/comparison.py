@@ -90,9 +90,7 @@ def as_text(rows: Sequence[ComparisonRow]) -> str:
         lines.append([*names, row.loss.seeds, row.loss.text(), difference, *ratios])
     notes = ["± is the half-width of a 95% confidence interval over seeds; a single seed has none."]
     if any(row.speed_ratio is not None for row in rows):
-        notes.append(
-            "Speed and memory are from runs made one after another; blank if engine, processes, device or threads vary."
-        )
+        notes.append("Speed and memory are of consecutive runs; blank if engine, processes, device or threads differ.")
     if swept:
         notes.append("Learning rates were selected on this same validation loss.")
     if missing := sorted({row.group.scale for row in rows} - {row.group.scale for row in rows if row.is_base}):

@@ -80,7 +80,7 @@ def unused_mesh(config: Config, engine: str) -> str | None:
     }
     if not ignored:
         return None
-    others = f"{engine} is data-parallel only, which gives the same results"
+    others = f"{engine} shards no model, which gives the same results"
     why = "only DeepSpeed uses it" if ignored.keys() == {"zero_stage"} else others
     settings = ", ".join(f"{name}={value}" for name, value in ignored.items())
     return f"train.parallel {settings} is ignored by {engine}: {why}"

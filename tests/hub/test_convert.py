@@ -103,7 +103,7 @@ def test_a_dualres_standard_model_is_a_source_too(tmp_path: Path):
     made = convert(str(tmp_path / "standard"), tmp_path / "dar", "dar-full")
     assert made.difference is not None
     assert made.difference < 1e-4
-    with pytest.raises(ModelError, match="uses dar-full: only `standard`"):
+    with pytest.raises(ModelError, match="has the residual dar-full"):
         convert(str(tmp_path / "dar"), tmp_path / "more", "mhc-4")
 
 

@@ -290,6 +290,7 @@ command("convert", exported, out, "--residual", "dar-block")
 """
 
 
+@pytest.mark.slow  # it saves seconds, not correctness
 def test_the_console_imports_transformers_where_it_is_needed(made: Made, tmp_path: Path):
     """It takes seconds, and a run's generation does without; a dualres model as a source must be known to it."""
     export(made.folder / "standard", tmp_path / "exported")
@@ -325,7 +326,7 @@ def test_an_exported_folder_is_exported_again(made: Made, tmp_path: Path):
     export(tmp_path / "a", tmp_path / "b")
     import_run(tmp_path / "b", tmp_path / "run")
     assert (tmp_path / "b" / "tokenizer.json").read_bytes() == (tmp_path / "a" / "tokenizer.json").read_bytes()
-    with pytest.raises(ModelError, match="is a saved model, not a run: --checkpoint does not apply"):
+    with pytest.raises(ModelError, match="is an exported model, not a run: --checkpoint does not apply"):
         export(tmp_path / "a", tmp_path / "c", checkpoint="best")
 
 

@@ -16,6 +16,7 @@ from dualres.config.schema import ConfigError
 from dualres.hub.open_model import open_model, pick_device
 from dualres.train.loop import train
 from dualres.util.errors import ModelError
+from dualres.util.optional_dependencies import MissingExtraError
 from tests.evaluate.tiny import CONTEXT, save_tiny
 from tests.train.tiny import ALONE, Told, tiny_config, tiny_data
 
@@ -67,9 +68,10 @@ def test_a_device_of_another_name():
             pick_device(name)
 
 
-def test_a_saved_model_has_no_checkpoints(folder: Path):
-    with pytest.raises(ModelError, match="is a saved model, not a run: --checkpoint does not apply"):
-        open_model(folder, architectures="any", checkpoint="best")
+def test_an_old_transformers_is_named_with_its_remedy(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "dualres.hub.hf_config", None)  # as if it could not import what it needs
+    with pytest.raises(MissingExtraError, match=r"needs the package transformers \(extra hub\): pip install -e"):
+        open_model(folder, architectures="any")
 
 
 def test_an_opened_model_is_as_it_was_saved(folder: Path):

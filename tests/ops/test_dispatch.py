@@ -268,9 +268,9 @@ def test_inputs_that_do_not_fit_are_refused_by_name():
     query = torch.randn(2, WIDTH)
     with pytest.raises(ValueError, match="expected 3 gates, got 2"):
         ops.gated_read(stored, live, query=query, gates=(alpha, beta), norm=None, **DUAL)
-    with pytest.raises(ValueError, match="1 stored and 1 output streams: use 1 or 2 and 1"):
+    with pytest.raises(ValueError, match="1 stored and 1 output streams: a read takes"):
         ops.gated_read(one, None, query=None, gates=(alpha, beta), norm=None, **SINGLE)
-    with pytest.raises(ValueError, match="3 stored and 1 output streams: use 1 or 2 and 1"):
+    with pytest.raises(ValueError, match="3 stored and 1 output streams: a read takes"):
         ops.read(one, Live(tuple(rows), torch.randn(3, 3, *TOKENS)), query=query[:1], norm=None, **SINGLE)
     with pytest.raises(ValueError, match="needs the coefficients of its updates, and queries"):
         ops.gated_read(stored, live, query=None, gates=(alpha, beta), norm=None, **DUAL)

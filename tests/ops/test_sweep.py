@@ -4,9 +4,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow  # test_dispatch.py and test_shapes.py refuse the same arguments, without a process of their own
 def test_wrong_arguments():
     """In a process of its own: a kernel that is given a wrong address ends it."""
     run = subprocess.run(

@@ -276,7 +276,7 @@ def test_what_to_change_when_it_does_not_fit(elsewhere: Path, capsys: pytest.Cap
         (0.999 * full, "problem", "use train.micro_batch=1 with train.recompute=full, "),
         (0.999 * one, "problem", "use train.micro_batch=1 with train.recompute=full and 2 GPUs, "),
         (0.999 * two, "problem", "use train.micro_batch=1 with train.recompute=full and 4 GPUs, "),
-        (0.5 * four, "problem", "no sharding, recomputation or micro-batch is enough"),
+        (0.5 * four, "problem", "number of GPUs that was tried is enough"),
     ):
         code, made = plan_of(*tiny("--gpu-memory", repr(limit), **DEEP), capsys=capsys)
         found, text = checks_of(made)["memory"]
@@ -321,16 +321,16 @@ def test_a_start_says_which_mesh_it_does_not_use(tmp_path: Path):
     progress = Told()
     introduce(load_config("moe-7b", "dar-block"), given, tmp_path, ALONE, progress)
     assert progress.said[1:] == [
-        "train.parallel tensor=2, expert=4, sequence_parallel=True, zero_stage=1 is ignored by single: single is "
-        "data-parallel only, which gives the same results"
+        "train.parallel tensor=2, expert=4, sequence_parallel=True, zero_stage=1 is ignored by single: single "
+        "shards no model, which gives the same results"
     ]
     progress = Told()
     introduce(tiny_config(), given, tmp_path, ALONE, progress)
     assert len(progress.said) == 1
     config = load_config("moe-7b", "dar-block")
     assert unused_mesh(config, "deepspeed") == (
-        "train.parallel tensor=2, expert=4, sequence_parallel=True is ignored by deepspeed: deepspeed is "
-        "data-parallel only, which gives the same results"
+        "train.parallel tensor=2, expert=4, sequence_parallel=True is ignored by deepspeed: deepspeed "
+        "shards no model, which gives the same results"
     )
     assert unused_mesh(config, "fsdp2") == "train.parallel zero_stage=1 is ignored by fsdp2: only DeepSpeed uses it"
 

@@ -121,7 +121,7 @@ def import_weights(model: nn.Module, state: Mapping[str, Tensor]) -> None:
         shard = mapping.layout.shard(tensors, group.rank(), group.size())
         if shard.shape != parameter.shape:
             shapes = f"{tuple(parameter.shape)} in the Megatron model and {tuple(shard.shape)} in the state dict"
-            raise ValueError(f"{name} is {shapes}: build both from the same configs, divisible by tensor parallelism")
+            raise ValueError(f"{name} is {shapes}: use the same configs, with sizes that tensor ranks divide")
         parameter.copy_(shard)
 
 

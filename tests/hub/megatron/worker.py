@@ -197,8 +197,8 @@ def other_weights(layout: Layout, folder: Path) -> list[str]:
     (experts,) = gpt_models(1, sparse, layout)
     fewer = {name: tensor[:-1] if tensor.dim() == 3 else tensor for name, tensor in sparse.state_dict().items()}
     for name, model, given, words in (
-        ("lacking", gpt, lacking, "norm.weight is missing in the state dict"),
-        ("foreign", gpt, {**state, "norm.bias": torch.ones(8)}, "norm.bias is missing in the Megatron model"),
+        ("lacking", gpt, lacking, "norm.weight is missing from the state dict"),
+        ("foreign", gpt, {**state, "norm.bias": torch.ones(8)}, "norm.bias is missing from the Megatron model"),
         ("misshapen", gpt, misshapen, "decoder.final_layernorm.weight is (32,) in the Megatron model and (8,) in"),
         ("padded", gpt, with_vocabulary(state, 128), "import `with_vocabulary(state, 96)`"),
         ("headless", headless, state, "pre_process=False omits"),
