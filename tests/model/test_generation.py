@@ -19,6 +19,7 @@ LENGTH = 13
 CHUNKS = {"one by one": [1] * 13, "1 5 3 4": [1, 5, 3, 4], "10 1 1 1": [10, 1, 1, 1]}
 REAL = (13, 6, 1)  # real tokens of the rows of a padded batch: the last row's first chunks are all padding
 REAL_TOKENS = torch.arange(LENGTH) >= LENGTH - torch.tensor(REAL)[:, None]
+MODELS = [*[(residual, "dense") for residual in RESIDUALS], ("standard", "moe"), ("dar-block", "moe")]
 PROMPTS = [[5, 17, 3, 88, 41, 2, 60], [9], [70, 11, 52, 33]]
 
 
@@ -27,7 +28,7 @@ def calm(feedforward: str, residual: ResidualConfig, **changes: Any) -> Decoder:
     return stirred(model_config(feedforward, tied_embeddings=False, **changes), residual, seed=2, noise=0.12)
 
 
-@pytest.fixture(params=itertools.product(RESIDUALS, FEEDFORWARDS), ids="-".join, scope="module")
+@pytest.fixture(params=MODELS, ids="-".join, scope="module")
 def decoder(request):
     residual, feedforward = request.param
     return calm(feedforward, RESIDUALS[residual])

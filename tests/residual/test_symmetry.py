@@ -47,7 +47,7 @@ def test_streams_separate(name: str):
     assert stream_difference(decoder, probe) > 1e-3
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", ["dar-block", "mhc-4"])
 def test_streams_never_separate_from_zero_gate_weights(name: str):
     """In float64: rounding, which differs by stream in mHC-4, is a difference too, and AdamW would blow it up."""
     decoder = build_decoder(model_config(vocab_size=256), METHODS[name]).double()
