@@ -22,7 +22,7 @@ from dualres.config.schema import Config, ConfigError
 from dualres.data import shards
 from dualres.data.loader import Loader, sum_over_windows
 from dualres.data.shards import Index
-from dualres.train import run_folder
+from dualres.train import provenance, run_folder
 from dualres.train.checkpoint import Checkpoints, load_initial_weights
 from dualres.train.engines.base import Engine, Losses, MicroBatch
 from dualres.train.engines.build import build_engine, engine_mesh, engine_name
@@ -85,6 +85,8 @@ class Training:
 
     def run(self, wandb: str | None, start: Path | None) -> TrainResult:
         self._restore(start)
+        if self.step < self.steps:
+            self.world.on_main(lambda: provenance.record_start(self.folder, self.step, self.world))
         set_timeout(self.world, self.config.train.timeout)
         self.world.on_main(lambda: self._open_log(wandb))
         if any(self.world.gather_or_raise(self.world.terminated)):
@@ -223,6 +225,8 @@ class Training:
         if any(failures):
             raise TrainError(next(filter(None, failures)))
         finished = self.step >= self.steps
+        if self.world.is_main and self.throughput.seconds:
+            provenance.record_end(self.folder)
         if finished and self.world.is_main:
             self._write_summary()
         elif not finished:

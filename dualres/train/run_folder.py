@@ -1,6 +1,7 @@
 """The folder of a run, which only one process group may use at a time.
 
 RUN/config.json      the experiment, the data, the version of dualres, the initial model
+    provenance.json  commit, versions, machine and time of every start
     tokenizer.json   a copy of the data's tokenizer
     metrics.jsonl    losses, gradient norm and learning rate by step; identical in every rerun
     speed.jsonl      tokens/s and utilization by step
