@@ -18,8 +18,8 @@ from dualres.util.curves import COLORS, STYLES, smooth
 
 FigureSize = tuple[float, float]  # inches
 SHARES, SIGNED = "viridis", "PuOr"  # color maps safe for color blindness; the first also in grayscale
-MAX_NUMBERED = 24  # largest side of a heat map whose cells show their values
-CELL = 0.24  # inches of a cell with a value
+MAX_NUMBERED = (24, 12)  # most rows and columns of a heat map whose cells have room for their values
+CELL = 0.25  # inches of a cell with a value
 REFERENCE_LINE: Any = {"color": "0.4", "linestyle": ":", "linewidth": 1.2}
 MARKS = ("o", "s", "^", "D", "v", "P", "X", "*")
 
@@ -59,7 +59,7 @@ def limits(analyses: Iterable[Analysis]) -> Limits:
 def cka_size(analysis: Analysis) -> FigureSize:
     pairs = len(_pairs(analysis))
     columns = min(pairs, 3)
-    side = 0.9 + CELL * min(len(analysis.arrays["cka"][0, 0]), 10)
+    side = 0.9 + CELL * min(len(analysis.arrays["cka"][0, 0]), MAX_NUMBERED[1])
     return 0.7 + side * columns, 0.35 + side * math.ceil(pairs / columns)
 
 
@@ -182,12 +182,12 @@ def _heat(axis: Axes, values: Array, norm: Normalize, cmap: str, numbers: bool, 
     """Rows count from 1 at the top, NaN cells are blank; `numbers` prints the values in the cells of small maps."""
     mesh = axis.pcolormesh(np.ma.masked_invalid(values), norm=norm, cmap=cmap, edgecolors="white", linewidth=0.3)
     axis.invert_yaxis()
-    if numbers and max(values.shape) <= MAX_NUMBERED:
+    if numbers and len(values) <= MAX_NUMBERED[0] and values.shape[1] <= MAX_NUMBERED[1]:
         for (row, column), value in np.ndenumerate(values):
             if math.isfinite(value):
                 text = f"{value:.2f}".replace("0.", ".", 1) if abs(value) < 1 else f"{value:.1f}"
                 color = _readable(mesh.cmap, norm(value))
-                axis.text(column + 0.5, row + 0.5, text, ha="center", va="center", fontsize=5, color=color)
+                axis.text(column + 0.5, row + 0.5, text, ha="center", va="center", fontsize=7, color=color)
     for ticked, cells, first in ((axis.yaxis, len(values), 1), (axis.xaxis, values.shape[1], first_column)):
         places = range(0, cells, math.ceil(cells / 12))  # at most twelve, centered on cells
         ticked.set_ticks([place + 0.5 for place in places], [str(first + place) for place in places])
@@ -195,9 +195,9 @@ def _heat(axis: Axes, values: Array, norm: Normalize, cmap: str, numbers: bool, 
 
 
 def _readable(cmap: Colormap, at: float) -> str:
-    """Black or white, whichever contrasts with the cell."""
+    """Black or white, whichever contrasts with the cell; not quite, because a dark page swaps plain black and white."""
     red, green, blue, _ = cmap(float(at))
-    return "black" if 0.3 * red + 0.59 * green + 0.11 * blue > 0.5 else "white"
+    return "#010101" if 0.3 * red + 0.59 * green + 0.11 * blue > 0.5 else "#fefefe"
 
 
 def _lines(axis: Axes, curves: Sequence[Array] | Array, labels: Sequence[str], first: int = 1) -> None:

@@ -33,8 +33,16 @@ HALF_PAGE = 576.0  # points: wider figures are not legible at half the page's wi
 DEVICES = {"cpu": "a CPU", "cuda": "a GPU"}
 EVALUATION, EVALUATIONS = "report.json", "evaluations"  # of `dualres evaluate`, and the folder that is searched for it
 RERUN = "rerun the same dualres evaluate command; it reuses existing results."
-_PALETTE = " ".join(f"--c{number}: {color.lower()};" for number, color in enumerate(COLORS))
-STYLE = f":root {{ {_PALETTE} }}\n{(TEMPLATES / 'page.css').read_text(encoding='utf-8')}"
+_CURVES = " ".join(f"--c{number}: {color.lower()};" for number, color in enumerate(COLORS))
+_PALETTE = f":root {{ {_CURVES} }}\n{(TEMPLATES / 'palette.css').read_text(encoding='utf-8')}"
+STYLE = _PALETTE + (TEMPLATES / "page.css").read_text(encoding="utf-8")
+FIGURE_STYLE = f"<style>{_PALETTE}svg {{ fill: var(--c0); }}</style>"  # matplotlib leaves out the color of black text
+THEMED = {  # colors of a figure that change with the page's
+    **{color.lower(): f"var(--c{number})" for number, color in enumerate(COLORS)},
+    "#ffffff": "var(--background)",
+    "#666666": "var(--muted)",
+    "#cccccc": "var(--rule)",
+}
 SCRIPT = "".join((TEMPLATES / name).read_text(encoding="utf-8") for name in ("chart.js", "page.js"))
 
 listed = functools.partial(choices, conjunction="and")
@@ -121,6 +129,7 @@ def _environment() -> Environment:
         "command": _command,
         "listed": listed,
         "svg": charts.as_svg,
+        "themed": _themed,
         "windows": _windows,
         "yaml": as_yaml,
     }
@@ -179,6 +188,12 @@ def _analyses(groups: Sequence[Group]) -> dict[str, Any]:
 def _is_wide(svg: str) -> bool:
     size = re.search(r'<svg[^>]* width="([\d.]+)pt"', svg)
     return size is not None and float(size[1]) > HALF_PAGE
+
+
+def _themed(svg: str) -> str:
+    """The figure with a style that follows light and dark; a browser that ignores it shows a light figure."""
+    colored = re.sub("#[0-9a-f]{6}", lambda color: THEMED.get(color[0], color[0]), svg)
+    return re.sub("<svg[^>]*>", lambda tag: tag[0] + FIGURE_STYLE, colored, count=1)
 
 
 def _command(group: Group) -> str:

@@ -61,7 +61,9 @@ def test_a_start_that_failed_has_no_end(data: Path, tmp_path: Path):
     assert start.ended is None
 
 
-@pytest.mark.parametrize("content", [None, "", "[]", '{"starts": [3]}', '{"starts": [{"commit": "x"}]}', '{"starts": 1}'])
+@pytest.mark.parametrize(
+    "content", [None, "", "[]", '{"starts": [3]}', '{"starts": [{"commit": "x"}]}', '{"starts": 1}']
+)
 def test_runs_without_the_file_or_with_a_damaged_one(tmp_path: Path, content: str | None):
     if content is not None:
         (tmp_path / PROVENANCE).write_text(content)
