@@ -4,7 +4,6 @@ Load a run's checkpoint or an exported model, and continue PROMPT until the text
 """
 
 import argparse
-import itertools
 from pathlib import Path
 
 from dualres.commands import arguments
@@ -32,15 +31,8 @@ def run(args: argparse.Namespace) -> int:
         args.prompt.encode()
     except UnicodeEncodeError as error:
         raise ConfigError(f"the prompt is not valid UTF-8 at character {error.start}: encode it as UTF-8") from None
-    import torch
-
     from dualres.hub.open_model import open_model
-    from dualres.model.generation import generate
 
     model = open_model(args.model, checkpoint=args.checkpoint)
-    prompt = model.encode(args.prompt)
-    generator = torch.Generator().manual_seed(args.seed)
-    [tokens] = generate(model.decoder, [prompt], args.tokens, temperature=args.temperature, generator=generator)
-    continuation = itertools.takewhile(lambda token: token not in model.ends, tokens)
-    print(model.decode([*prompt, *continuation]))
+    print(model.sample(args.prompt, args.tokens, args.temperature, args.seed))
     return 0

@@ -2,6 +2,7 @@
 # B batch  T tokens  V vocabulary
 
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from dualres.data import tokenizer as our_tokenizers
 from dualres.data.tokenizer import Tokenizer, same_tokens
 from dualres.hub import model_folder, register
 from dualres.model.decoder import Decoder, build_decoder
+from dualres.model.generation import generate
 from dualres.train import checkpoint as checkpoints
 from dualres.train import run_folder
 from dualres.util.amx import avoid_hidden_tiles
@@ -145,6 +147,13 @@ class TrainedModel:
         if isinstance(tokenizer := self.require_tokenizer(), Tokenizer):
             return tokenizer.decode(tokens)
         return str(tokenizer.decode(tokens, skip_special_tokens=True))
+
+    def sample(self, prompt: str, tokens: int, temperature: float, seed: int) -> str:
+        """The prompt with its continuation, until the text ends or `tokens` are generated; temperature 0 is greedy."""
+        start = self.encode(prompt)
+        generator = torch.Generator().manual_seed(seed)
+        [new] = generate(self.decoder, [start], tokens, temperature=temperature, generator=generator)
+        return self.decode([*start, *itertools.takewhile(lambda token: token not in self.ends, new)])
 
     def require_tokenizer(self) -> Any:
         """The tokenizer; raises if there is none."""

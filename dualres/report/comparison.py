@@ -114,6 +114,27 @@ def as_data(rows: Sequence[ComparisonRow]) -> list[dict[str, Any]]:
     ]
 
 
+def as_columns(rows: Sequence[ComparisonRow]) -> list[dict[str, Any]]:
+    """The rows as flat data for a CSV file, in SI units and bytes."""
+    return [
+        {
+            "setting": row.group.heading,
+            "method": row.group.residual,
+            "options": row.group.options,
+            "seeds": row.loss.seeds,
+            "validation_loss": row.loss.mean,
+            "validation_loss_ci95": row.loss.half,
+            f"minus_{BASE}": None if row.difference is None else row.difference.mean,
+            f"minus_{BASE}_ci95": None if row.difference is None else row.difference.half,
+            "tokens_per_second": row.speed,
+            "peak_memory_bytes": row.memory,
+            "parameters": row.parameters.total,
+            "active_parameters": row.parameters.active,
+        }
+        for row in rows
+    ]
+
+
 def paper_as_text(printed: Sequence[PrintedLoss], rows: Sequence[ComparisonRow], scales: Mapping[str, str]) -> str:
     """A loss table of the paper with ours where available; `scales` maps the paper's scales to ours.
 

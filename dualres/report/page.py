@@ -8,6 +8,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +20,25 @@ from dualres.analyze.figures import sections
 from dualres.config.schema import ConfigError
 from dualres.config.validation import choices
 from dualres.evaluate.tables import REFERENCE, TableCell
-from dualres.report import charts, comparison
+from dualres.report import charts, comparison, samples
 from dualres.report.charts import Chart
 from dualres.report.reproduce import as_yaml, command
 from dualres.report.runs import BASE, Group, Run, find_runs, group_runs
+from dualres.train.provenance import Start
 from dualres.util.curves import COLORS, WINDOW
-from dualres.util.progress import plural
+from dualres.util.progress import Show, duration, plural, silent
 from dualres.util.templates import environment
 from dualres.util.version import VERSION
 
 TEMPLATES = Path(__file__).parent / "templates"
-HALF_PAGE = 576.0  # points: wider figures are not legible at half the page's width
+HALF_PAGE = 400.0  # points: wider figures would shrink at half the page's width
+MIXABLE = {  # what should be equal for a fair comparison, and what it is called
+    "dualres": "dualres versions",
+    "code": "commits",
+    "torch": "PyTorch versions",
+    "python": "Python versions",
+    "processor": "processors",
+}
 DEVICES = {"cpu": "a CPU", "cuda": "a GPU"}
 EVALUATION, EVALUATIONS = "report.json", "evaluations"  # of `dualres evaluate`, and the folder that is searched for it
 RERUN = "rerun the same dualres evaluate command; it reuses existing results."
@@ -43,13 +52,25 @@ THEMED = {  # colors of a figure that change with the page's
     "#666666": "var(--muted)",
     "#cccccc": "var(--rule)",
 }
-SCRIPT = "".join((TEMPLATES / name).read_text(encoding="utf-8") for name in ("chart.js", "page.js"))
+FILES = "chart.js", "csv.js", "page.js", "refresh.js"
+SCRIPT = "".join((TEMPLATES / name).read_text(encoding="utf-8") for name in FILES)
 
 listed = functools.partial(choices, conjunction="and")
 
 
-def make_page(folders: Sequence[Path], evaluation_folders: Sequence[Path], command: str) -> str:
-    """The page of runs, suites and their evaluations; the footer shows the command."""
+def make_page(
+    folders: Sequence[Path],
+    evaluation_folders: Sequence[Path],
+    command: str,
+    *,
+    with_samples: bool = True,
+    refresh: float | None = None,
+    show: Show = silent,
+) -> str:
+    """The page of runs, suites and their evaluations; the footer shows the command.
+
+    `refresh`: the page reloads itself after so many seconds.
+    """
     runs = find_runs(folders)
     groups, repeated = group_runs([run for run in runs if run.training])
     if not groups:
@@ -63,6 +84,8 @@ def make_page(folders: Sequence[Path], evaluation_folders: Sequence[Path], comma
     losses, routers = charts.loss_charts(groups), charts.router_charts(groups)
     evaluations = _evaluation_tables(evaluation_folders, folders)
     scales = dict.fromkeys(group.scale for group in groups)
+    texts = samples.samples(groups, show) if with_samples else []
+    starts = [(run, start) for group in groups for run in group.runs for start in run.starts]
     contents = {  # anchor, and name of the section's template -> heading
         "comparison": "Comparison",
         "curves": "Loss curves",
@@ -70,6 +93,8 @@ def make_page(folders: Sequence[Path], evaluation_folders: Sequence[Path], comma
         **({"evaluation": "Perplexity and zero-shot"} if any(evaluations) else {}),
         "paper": "Comparison with the paper",
         "analyses": "Analyses",
+        **({"samples": "Samples of text"} if texts else {}),
+        "runs": "Runs and machines",
         "configs": "Configs and commands",
     }
     page = _environment().get_template("page.html")
@@ -91,9 +116,17 @@ def make_page(folders: Sequence[Path], evaluation_folders: Sequence[Path], comma
         evaluations=evaluations,
         paper_tables=comparison.paper_tables(rows),
         analyses=_analyses(groups),
+        samples=texts,
+        prompt=samples.PROMPT,
+        sample_command=samples.COMMAND,
+        starts=starts,
+        mixed=_mixed([start for _, start in starts]),
+        unrecorded=[run.folder.name for group in groups for run in group.runs if not run.starts],
         groups=groups,
+        refresh=None if refresh is None else f"{refresh:g}",
         version=VERSION,
         command=command,
+        comparison_data=_embedded(comparison.as_columns(rows)),
         chart_data=_embedded([charts.as_data(chart) for chart in (*losses, *routers)]),
         style=Markup(STYLE),
         script=Markup(SCRIPT),
@@ -130,6 +163,7 @@ def _environment() -> Environment:
         "listed": listed,
         "svg": charts.as_svg,
         "themed": _themed,
+        "took": _took,
         "windows": _windows,
         "yaml": as_yaml,
     }
@@ -162,6 +196,24 @@ def _machines(runs: Sequence[Run]) -> str:
         texts.append(f"{plural(count, 'run')} on {', '.join(parts)}")
     gpu = "" if any(device == "cuda" for device, _, _ in kinds) else " No run used a GPU."
     return f"Measured: {listed(texts)}.{gpu}"
+
+
+def _mixed(starts: Sequence[Start]) -> list[str]:
+    """What differs among the starts, with the values."""
+    found = []
+    for key, what in MIXABLE.items():
+        values = dict.fromkeys(str(value)[:40] for start in starts if (value := getattr(start, key)) is not None)
+        if len(values) > 1:
+            found.append(f"{what} ({listed(values)})")
+    return found
+
+
+def _took(start: Start) -> str:
+    try:
+        began, ended = (datetime.fromisoformat(str(time)) for time in (start.began, start.ended))
+        return duration((ended - began).total_seconds())
+    except (TypeError, ValueError):  # it still runs, failed, or its record was edited
+        return "—"
 
 
 def _windows(panels: Sequence[Chart]) -> str:

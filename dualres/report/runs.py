@@ -10,6 +10,7 @@ from dualres.config.schema import Config, ConfigError
 from dualres.report.reproduce import Origin, differing, origin, settings
 from dualres.residual.registry import explicit, resolve
 from dualres.train.metrics import METRICS, read_rows
+from dualres.train.provenance import Start, read_starts
 from dualres.train.run_folder import CONFIG, SUMMARY, is_run, may_change, read_config, read_description, read_summary
 from dualres.util.errors import TrainError
 
@@ -29,6 +30,7 @@ class Run(NamedTuple):
     training: Curve  # loss
     validation: Curve  # loss
     router: Curve  # load-balancing loss; empty without experts
+    starts: tuple[Start, ...]  # those that computed some of its steps; empty if an older version trained it
 
     @property
     def seed(self) -> int:
@@ -123,6 +125,7 @@ def read_run(folder: Path) -> Run:
         curve("loss"),
         curve("validation_loss"),
         curve("router_loss"),
+        _effective(read_starts(folder)),
     )
 
 
@@ -176,6 +179,11 @@ def _summary(folder: Path) -> dict[str, Any]:
     if not isinstance(summary.get("validation_loss"), int | float):
         raise TrainError(f"{folder / SUMMARY} has no validation_loss: delete it and rerun the training command")
     return {"tokens_per_second": None, "peak_memory": None, **summary}
+
+
+def _effective(starts: Sequence[Start]) -> tuple[Start, ...]:
+    """Without those whose steps a later start computed again, because no checkpoint had been saved."""
+    return tuple(start for at, start in enumerate(starts) if all(later.step > start.step for later in starts[at + 1 :]))
 
 
 def _number(folder: Path, row: Any, key: str) -> float:

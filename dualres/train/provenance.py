@@ -39,6 +39,11 @@ class Start(NamedTuple):
     processes: int | None = None
     threads: int | None = None
 
+    @property
+    def code(self) -> str | None:
+        """The commit in short, with a remark if the package differed from it."""
+        return None if self.commit is None else str(self.commit)[:9] + (" with changes" if self.modified else "")
+
 
 def record_start(folder: Path, step: int, world: World) -> None:
     """Add a start after the earlier ones, so that a reader can tell what was mixed."""
@@ -67,8 +72,11 @@ def record_end(folder: Path) -> None:
 def read_starts(folder: Path) -> list[Start]:
     """The starts of a run, oldest first; none for a run without the file, or if it is damaged."""
     try:
-        starts = json.loads((folder / PROVENANCE).read_text(encoding="utf-8"))[STARTS]
-        return [Start(**{key: start[key] for key in Start._fields if key in start}) for start in starts]
+        listed = json.loads((folder / PROVENANCE).read_text(encoding="utf-8"))[STARTS]
+        starts = [Start(**{key: start[key] for key in Start._fields if key in start}) for start in listed]
+        if not all(isinstance(start.step, int) and isinstance(start.began, str) for start in starts):
+            raise ValueError("a start without step and time")
+        return starts
     except (OSError, ValueError, TypeError, KeyError):
         return []
 

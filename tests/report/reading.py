@@ -74,9 +74,9 @@ def parsed(text: str) -> Element:
     return root
 
 
-def make(out: Path, *arguments: str | Path) -> Element:
-    """The page of `dualres report`."""
-    assert main(["report", *map(str, arguments), "-o", str(out)]) == 0
+def make(out: Path, *arguments: str | Path, samples: bool = False) -> Element:
+    """The page of `dualres report`, by default without samples, which take time."""
+    assert main(["report", *map(str, arguments), *([] if samples else ["--no-samples"]), "-o", str(out)]) == 0
     return parsed(out.read_text(encoding="utf-8"))
 
 

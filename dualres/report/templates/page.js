@@ -5,6 +5,8 @@ const STEPS = { ArrowLeft: -1, ArrowDown: -1, ArrowRight: 1, ArrowUp: 1, PageDow
 for (const chart of JSON.parse(document.getElementById("charts").textContent)) {
   show(document.getElementById(chart.name), chart);
 }
+const compared = JSON.parse(document.getElementById("rows").textContent);
+if (compared.length) document.querySelector("#comparison ~ .scroll").after(element("p", { class: "script" }, download("comparison", () => compared)));
 openWhilePrinting(document.querySelectorAll("details"));
 
 /** Fill one figure. All mutable state is here: hidden curves, the crosshair, and the current frame. */
@@ -89,7 +91,7 @@ function legend(chart, heading, rows, toggle) {
   const range = chart.series.some((series) => series.low) ? "range" : "";
   const head = ["method", "mean", range].map((text) => element("th", { scope: "col" }, text));
   const table = element("table", {}, heading, element("thead", {}, element("tr", {}, ...head)), element("tbody", {}, ...rows.map((each) => each.line)));
-  return element("div", { class: "legend" }, table, element("p", {}, every("show all", true), every("hide all", false)));
+  return element("div", { class: "legend" }, table, element("p", {}, every("show all", true), every("hide all", false), download(chart.name, () => points(chart))));
 }
 
 function row(series) {
