@@ -4,12 +4,13 @@ import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 
 from dualres.report.charts import MAX_POINTS, Chart, as_data, as_svg, loss_charts, router_charts
-from dualres.report.page import STYLE
+from dualres.report.page import STYLE, _themed
 from dualres.report.runs import Curve, Run, find_runs, group_runs
 from dualres.util.curves import COLORS, STYLES
 from tests.report.conftest import STEPS
@@ -141,3 +142,15 @@ def test_the_page_has_every_color_and_style():
         assert LIGHT[f"c{number}"] == color.lower()
         assert f".c{number} " in STYLE
     assert all(f".s{number} .line" in STYLE for number in range(1, len(STYLES)))
+
+
+def test_a_figure_has_the_colors_of_the_page(suite: Path):
+    """All that would be dark ink or white paper follows the theme; colors that stand for values do not."""
+    [chart] = loss_charts(group_runs(find_runs([suite]))[0])
+    drawing = _themed(as_svg(chart).replace("</svg>", '<path style="fill: #440154"/><text fill="#010101"/></svg>'))
+    ElementTree.fromstring(drawing)
+    style, _, drawn = drawing.partition("</style>")
+    assert {*re.findall("#[0-9a-f]{6}", drawn)} <= {"#440154", "#010101", "#b0b0b0"}
+    used = {*re.findall(r"var\(--(\w+)\)", drawing)}
+    assert {"c0", "c1", "c2", "background"} <= used <= {*variables(style)}
+    assert "prefers-color-scheme: dark" in style

@@ -40,7 +40,7 @@ def test_what_was_compared_comes_first(page: Element, data: Path):
     assert lead.text == f"This page compares residual methods: 3 at 2×32 (3,072 tokens of {data.name}, seeds 0 and 1)."
     assert "5 runs on a CPU, 1 thread. No run used a GPU." in page.text
     names = [heading.attributes["id"] for heading in page.all("h2")]
-    assert names == ["comparison", "curves", "paper", "analyses", "configs"]
+    assert names == ["comparison", "curves", "paper", "analyses", "runs", "configs"]
     assert [link.attributes["href"] for link in page.all("nav")[0].all("a")] == [f"#{name}" for name in names]
 
 
@@ -211,7 +211,7 @@ def test_what_users_write_is_text(suite: Path, tmp_path: Path):
     assert [image.attributes["src"][:5] for image in page.all("img")] == ["data:"]
     assert not page.all("b")
     assert not [e for e in (*page.all("img"), *page.all("p")) if "onerror" in e.attributes]
-    assert len(page.all("script")) == 2
+    assert len(page.all("script")) == 3
     assert EVIL in page.all("p", class_="lead")[0].text
     assert f"{EVIL}<!--<script> (" in page.text
     assert f'train.dataset="{EVIL}"' in section(page, "configs").text
@@ -259,3 +259,20 @@ def test_a_page_is_whole_or_not_there(suite: Path, tmp_path: Path, monkeypatch: 
     assert main(["report", str(suite / "mhc-2-seed0"), "-o", str(out)]) == 1
     assert out.read_bytes() == before
     assert list(out.parent.iterdir()) == [out]
+
+
+def test_data_for_a_csv_file(page: Element, suite: Path, sparse: Path, tmp_path: Path):
+    [data] = page.all("script", id="rows")
+    standard, dar, mhc = json.loads(data.text)
+    ours, base = losses(suite, "dar-block"), losses(suite, "standard")
+    assert dar["validation_loss"] == statistics.fmean(ours.values())
+    assert dar["minus_standard"] == pytest.approx(statistics.fmean(ours[seed] - base[seed] for seed in (0, 1)))
+    assert (dar["setting"], dar["method"], dar["options"], dar["seeds"]) == ("2×32", "dar-block", "", 2)
+    assert mhc["validation_loss_ci95"] is None
+    assert (standard["minus_standard"], standard["parameters"]) == (0, standard["active_parameters"])
+    summary = json.loads((suite / "mhc-2-seed0" / SUMMARY).read_text())
+    assert [mhc[key] for key in ("tokens_per_second", "peak_memory_bytes")] == [
+        *(summary["tokens_per_second"], summary["peak_memory"])
+    ]
+    [moe] = json.loads(make(tmp_path / "page.html", sparse).all("script", id="rows")[0].text)
+    assert moe["active_parameters"] < moe["parameters"]

@@ -175,5 +175,5 @@ def test_nothing_finished_is_a_page_of_curves(suite: Path, tmp_path: Path):
     (run / SUMMARY).unlink()
     page = make(tmp_path / "page.html", run)
     assert "No run is finished yet" in section(page, "comparison").text
-    assert not page.all("table")
+    assert not section(page, "comparison").all("table")
     assert len(charts(page)[0]["series"]) == 1
