@@ -30,7 +30,7 @@ class Run(NamedTuple):
     training: Curve  # loss
     validation: Curve  # loss
     router: Curve  # load-balancing loss; empty without experts
-    starts: tuple[Start, ...]  # those that computed some of its steps; empty if an older version trained it
+    starts: tuple[Start, ...] = ()  # those that computed some of its steps; empty if an older version trained it
 
     @property
     def seed(self) -> int:

@@ -1,11 +1,15 @@
 """A real browser that looks at pages: how it is started, how a page is opened, what its first chart shows."""
 
+import io
 import json
 import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from matplotlib.image import imread
+from numpy.typing import NDArray
 from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
@@ -15,7 +19,7 @@ FLAGS = (
     *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
     *("--disable-background-networking", "--disable-component-update"),
 )
-PHONE, DESKTOP = 390, 1280
+PHONE, DESKTOP = 375, 1280
 HIGH = "mhc-2"  # its losses are raised, so that the axis must follow when it is hidden
 
 
@@ -46,6 +50,12 @@ def load(browser: webdriver.Chrome, page: Path, width: int = DESKTOP, **features
 def media(browser: webdriver.Chrome, kind: str, **features: str) -> None:
     given = [{"name": name.replace("_", "-"), "value": value} for name, value in features.items()]
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": kind, "features": given})
+
+
+def pixels(browser: webdriver.Chrome, element: WebElement) -> NDArray[np.float64]:
+    """What an element looks like, as grays from 0 to 1. (height,width)"""
+    browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", element)
+    return np.asarray(imread(io.BytesIO(element.screenshot_as_png)), np.float64)[..., :3].mean(-1)
 
 
 def requests(browser: webdriver.Chrome) -> list[str]:

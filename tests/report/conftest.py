@@ -66,5 +66,5 @@ def full_page(suite: Path, sparse: Path, tmp_path_factory: pytest.TempPathFactor
     for run in ("standard-seed0", "dar-block-seed0"):
         write_analysis(copied / run / "analysis", Analysis({}, {}, arrays))
     evaluation(copied / "evaluations")
-    make(folder / "report.html", copied, sparse)
+    make(folder / "report.html", copied, sparse, samples=True)
     return folder / "report.html"

@@ -32,7 +32,7 @@ def test_a_method_can_be_hidden_and_the_axis_follows(browser: webdriver.Chrome, 
     assert state(browser)["curves"] == before["curves"]
     assert state(browser)["axis"] == before["axis"]
     assert pressed.get_attribute("aria-pressed") == "true"
-    show, hide = browser.find_elements(By.CSS_SELECTOR, "#loss-1 .every")
+    show, hide, _ = browser.find_elements(By.CSS_SELECTOR, "#loss-1 .every")
     hide.click()
     nothing = state(browser)
     assert (nothing["curves"], nothing["axis"]) == ([], before["axis"])

@@ -69,7 +69,7 @@ def test_an_old_run_has_no_record(run: Path, suite: Path, tmp_path: Path):
 
 
 def test_what_someone_wrote_into_it_is_text(run: Path, tmp_path: Path):
-    odd = {key: EVIL for key in Start._fields}
+    odd = dict.fromkeys(Start._fields, EVIL)
     record(run, START, {**odd, "step": 1, "commit": 7, "torch": [EVIL], "threads": {"a": 1}})
     page = make(tmp_path / "page.html", run)
     assert EVIL in runs(page).text

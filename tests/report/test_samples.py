@@ -65,9 +65,7 @@ def test_one_run_of_each_method_with_weights(suite: Path, tmp_path: Path, monkey
         ("TEMPERATURE", float("nan"), "temperature=nan"),
     ],
 )
-def test_limits(
-    suite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: object, problem: str
-):
+def test_limits(suite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: object, problem: str):
     monkeypatch.setattr(samples, name, value)
     run = shutil.copytree(suite / "standard-seed0", tmp_path / "run")
     [text] = shown(make(tmp_path / "page.html", run, samples=True)).values()

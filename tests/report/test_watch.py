@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from dualres.cli import main
-from dualres.commands import report
 from dualres.train.metrics import METRICS
 from tests.report.reading import parsed
 
@@ -31,7 +30,7 @@ def watch(monkeypatch: pytest.MonkeyPatch, out: Path, *between: Callable[[], obj
             raise KeyboardInterrupt from None
 
     before = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr(report.time, "sleep", pause)
+    monkeypatch.setattr("dualres.commands.report.time.sleep", pause)
     try:
         folder = out.parent / "suite"
         return main(["report", str(folder), "-o", str(out), "--no-samples", "--watch", "7"])

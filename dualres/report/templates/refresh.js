@@ -1,4 +1,5 @@
-// While `dualres report --watch` runs, the page reloads its own file and looks as before: history.state outlives a reload.
+// While `dualres report --watch` runs, the page reloads its own file and looks as before. history.state outlives a reload,
+// and the browser restores the position in the page.
 
 const seconds = Number(document.documentElement.dataset.refresh ?? 0);
 if (history.state) restore(history.state);
@@ -14,9 +15,8 @@ function current() {
   return {
     hidden: buttons().filter((button) => button.getAttribute("aria-pressed") === "false").map(label),
     open: [...document.querySelectorAll("details[open]")].map(label),
-    focus: focusable().indexOf(document.activeElement),
+    focus: label(document.activeElement),
     tables: [...document.querySelectorAll(".scroll")].map((box) => box.scrollLeft),
-    page: scrollY,
   };
 }
 
@@ -24,20 +24,17 @@ function restore(before) {
   history.replaceState(null, "");
   for (const button of buttons()) if (before.hidden.includes(label(button))) button.click();
   for (const details of document.querySelectorAll("details")) details.open = before.open.includes(label(details));
-  focusable()[before.focus]?.focus({ preventScroll: true });
+  const focused = [...document.querySelectorAll("a, button, summary, [tabindex]")].find((each) => label(each) === before.focus);
+  focused?.focus({ preventScroll: true });
   document.querySelectorAll(".scroll").forEach((box, number) => (box.scrollLeft = before.tables[number] ?? 0));
-  scrollTo(0, before.page);
 }
 
 function buttons() {
   return [...document.querySelectorAll(".legend th button")];
 }
 
-function focusable() {
-  return [...document.querySelectorAll("a, button, summary, [tabindex]")];
-}
-
 /** A name that the element still has after a reload. */
 function label(element) {
-  return `${element.closest("figure")?.id} ${(element.querySelector("summary") ?? element).textContent}`;
+  const name = element.getAttribute("aria-label") ?? (element.querySelector("summary") ?? element).textContent;
+  return `${element.tagName} ${element.closest("figure")?.id} ${name}`;
 }
