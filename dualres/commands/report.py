@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     options = [part for folder in args.evaluation for part in ("--evaluation", str(folder))]
     options += ["--no-samples"] if args.no_samples else []
     command = shlex.join(["dualres", "report", *map(str, args.runs), *options, "-o", str(args.out)])
-    progress = Progress()
+    progress = Progress(quiet=args.watch is not None)  # samples are remembered
 
     def write(refresh: float | None) -> None:
         text = make_page(
