@@ -1,6 +1,7 @@
 """A residual block and a stack of blocks, for any branches and pathways."""
 # B batch  T tokens  D width  J streams
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal, cast
@@ -10,12 +11,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from dualres.config.schema import ResidualConfig
+from dualres.config.validation import did_you_mean
 from dualres.ops import Norm
 from dualres.ops.grouped import OPERATORS
 from dualres.residual import registry
 from dualres.residual.pathway import History, Pathway
 
 Recompute = Literal["none", "selective", "full"]  # what a block saves for its backward pass: `CHECKPOINT_OPTIONS`
+WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")  # attributes of PyTorch's wrappers that forward any keyword
 COMPILATIONS_PER_BLOCK = 8  # training, validation, another shape, …: PyTorch's default limit for one function
 
 
@@ -42,11 +45,15 @@ class NormedBranch(nn.Module):
 
 
 class ResidualBlock(nn.Module):
-    """One block: the unit of sharding, recomputation, compilation and pipeline stages."""
+    """One block: the unit of sharding, recomputation, compilation and pipeline stages.
+
+    A branch gets those of the keyword arguments that its `forward` takes, as it is when the block is built.
+    """
 
     def __init__(self, branches: Sequence[nn.Module], pathway: Pathway):
         super().__init__()
         self.branches = nn.ModuleList(branches)
+        self.keywords = [branch_keywords(branch) for branch in branches]  # of each branch; None: it takes any
         self.pathway = pathway
         self.recompute: Recompute = "none"
         self.compiled_run: Callable[..., Tensor] | None = None  # `run`, if `compile_blocks` has compiled it
@@ -71,11 +78,28 @@ class ResidualBlock(nn.Module):
         """The block itself: the part that is recomputed."""
         pathway: Pathway = self.tap or self.pathway
         state = pathway.open(history)
-        for i, branch in enumerate(self.branches):
+        for i, (branch, names) in enumerate(zip(self.branches, self.keywords, strict=True)):
             h, state = pathway.read(state, i, input_norm(branch))
-            update = (branch.module if isinstance(branch, NormedBranch) else branch)(h, **context)
+            own = context if names is None else {name: context[name] for name in names if name in context}
+            update = (branch.module if isinstance(branch, NormedBranch) else branch)(h, **own)
             state = pathway.write(state, i, checked_update(update, h))
         return pathway.close(state)
+
+
+def branch_keywords(branch: nn.Module) -> tuple[str, ...] | None:
+    """The keyword arguments that a branch takes besides its input; None if it takes any, by `**kwargs`."""
+    for name in WRAPPED:
+        branch = getattr(branch, name, branch)
+    if isinstance(branch, NormedBranch):
+        return branch_keywords(branch.module)
+    try:
+        parameters = list(inspect.signature(branch.forward).parameters.values())
+    except (TypeError, ValueError):  # a forward that is not written in Python
+        return None
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return tuple(parameter.name for parameter in parameters[1:] if parameter.kind in named)
 
 
 def input_norm(branch: nn.Module) -> Norm | None:
@@ -102,6 +126,9 @@ class ResidualStack(nn.Module):
         self.blocks = nn.ModuleList(blocks)
         self.readout = readout
         self.streams = streams
+        taken = [names for block in blocks for names in block.keywords]
+        # What its branches take; None: anything.
+        self.keywords = None if None in taken else tuple(dict.fromkeys(name for names in taken for name in names or ()))
 
     def __iter__(self) -> Iterator[ResidualBlock]:
         """The blocks, from the embedding up."""
@@ -122,7 +149,15 @@ class ResidualStack(nn.Module):
         return [*inside, readout.start_divisor(self.streams, 1 + len(self.blocks))]
 
     def forward(self, embedding: Tensor, **context: Any) -> Tensor:
-        """(B,T,D), or any other axes before the width -> the same; `context` is passed to every branch."""
+        """(B,T,D), or any other axes before the width -> the same.
+
+        Each branch gets those of the keyword arguments that its `forward` takes. One that no branch takes is an error.
+        """
+        for name in context:
+            if self.keywords is not None and name not in self.keywords:
+                valid = f"they take {', '.join(self.keywords)}" if self.keywords else "they take none"
+                remedy = did_you_mean(name, self.keywords) or "remove it, or add it to the forward of a branch"
+                raise TypeError(f"no branch takes the keyword argument {name!r} ({valid}): {remedy}")
         history = embed(embedding, self.streams)
         for block in self:
             history = after(block, history, **context)
@@ -151,6 +186,7 @@ def residual_stack(
 ) -> ResidualStack:
     """Put branches, each a module (B,T,D) -> (B,T,D) with its own input norm, on a residual pathway.
 
+    Keyword arguments of the stack go to the branches whose `forward` takes them.
     `residual` is a method's name, such as "dar-block", or a `ResidualConfig` with its options. With
     `share_parameters=True` every second branch of a block shares its queries and gates, since attention and
     feed-forward alternate; for branches in a different order use `share_parameters=False`.
