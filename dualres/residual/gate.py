@@ -16,6 +16,8 @@ class Gate(nn.Module):
     always receive the same gradient.
     """
 
+    matrices = ()  # none: a gate is not subject to weight decay
+
     def __init__(self, streams: int, dim: int, values: int, *, scale: float, bias: float | Tensor, eps: float):
         super().__init__()
         self.initial_scale, self.initial_bias, self.eps = scale, bias, eps

@@ -58,6 +58,7 @@ class Pathway(nn.Module):
     recomputed, compiled, sharded and placed on a pipeline stage.
     """
 
+    matrices: tuple[str, ...] = ()  # its parameters that are subject to weight decay; submodules have their own
     keeps_history = False  # True: the next block sees H_0 … H_b; False: only H_b
 
     def open(self, history: History) -> Any:

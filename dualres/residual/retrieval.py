@@ -38,6 +38,8 @@ class Queries(nn.Module):
     of a network; zeros take its place.
     """
 
+    matrices = ()  # none: a query is not subject to weight decay
+
     def __init__(self, dim: int, sets: int, learned: int, route: Route):
         super().__init__()
         self.missing = sets - learned

@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+import dualres
 from dualres.config.loading import load_config
 from dualres.config.schema import ResidualConfig
 from dualres.data.loader import Loader
 from dualres.data.shards import read_index
 from dualres.hub.open_model import open_model
+from dualres.model.block import residual_stack
 from dualres.model.decoder import build_decoder
 from dualres.train.optimizer import adamw, learning_rate, optimizer_groups
 from tests.small import FEEDFORWARDS, RESIDUALS, model_config, relative_error
@@ -33,6 +36,61 @@ def test_matrices_decay_and_nothing_else(residual: str, feedforward: str):
     for name in names.values():
         matrix = ".module." in name or name.startswith("vocabulary.") or ".maps." in name
         assert (name in decaying) == matrix, name
+
+
+class OwnModel(nn.Module):
+    """A user's model: one of everything whose role its shape does not tell."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, 8, 4, 4)
+        self.embedding = nn.Embedding(7, 8)
+        self.positions = nn.Parameter(torch.zeros(1, 5, 8))
+        self.class_token = nn.Parameter(torch.zeros(1, 1, 8))
+        attention = nn.MultiheadAttention(8, 2, batch_first=True, add_bias_kv=True)
+        branches: list[nn.Module] = [attention, nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8))] * 2
+        self.stack = residual_stack(branches, 8, "dar-block")
+        self.recurrent = nn.GRU(8, 8)
+        self.grid_norm = nn.LayerNorm((5, 8))
+        self.head = nn.Linear(8, 7)
+        self.head.weight = self.embedding.weight  # tied
+        self.probe = nn.Linear(8, 2).requires_grad_(False)
+
+
+def test_what_decays_in_a_model_of_your_own():
+    model = OwnModel()
+    names = {id(p): name for name, p in model.named_parameters()}
+    decaying, others = optimizer_groups(model, 0.1)
+    assert (decaying["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
+    inside = "stack.blocks.0.branches"
+    assert sorted(names[id(p)] for p in decaying["params"]) == [
+        "embedding.weight",  # once, although tied
+        "patches.weight",
+        "recurrent.weight_hh_l0",
+        "recurrent.weight_ih_l0",
+        f"{inside}.0.in_proj_weight",
+        f"{inside}.0.out_proj.weight",
+        f"{inside}.1.1.weight",
+    ]
+    trained = [name for name in names.values() if not name.startswith("probe")]
+    assert len(decaying["params"]) + len(others["params"]) == len(trained)
+    torch.optim.AdamW(dualres.optimizer_groups(model, 0.1), lr=1e-3)
+
+
+def test_a_module_may_declare_its_matrices():
+    class Experts(nn.Module):
+        matrices = ("up",)
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Parameter(torch.zeros(2, 3, 4))
+            self.mix_weight = nn.Parameter(torch.zeros(3, 4))
+            self.inner = nn.Linear(4, 4, bias=False)
+
+    experts = Experts()
+    decaying, others = optimizer_groups(experts, 0.1)
+    assert [p.shape for p in decaying["params"]] == [experts.up.shape, experts.inner.weight.shape]
+    assert [p.shape for p in others["params"]] == [experts.mix_weight.shape]
 
 
 @pytest.mark.parametrize("scale", ["0.1b", "1b", "moe-7b"])
