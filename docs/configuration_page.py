@@ -3,10 +3,8 @@
 `python docs/configuration_page.py` after a change to either; a test compares the page with them.
 """
 
-import ast
 import dataclasses
 import inspect
-import itertools
 import math
 import textwrap
 import types
@@ -15,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from dualres.config.documentation import documentation
 from dualres.config.schema import AnalyzeConfig, ModelConfig, ResidualConfig, TrainConfig
 from dualres.config.validation import Bounds
 from dualres.residual.registry import METHODS
@@ -86,18 +85,6 @@ def _rows(section: type, prefix: str = "") -> Iterator[tuple[str, str, str, str]
         yield prefix + name, "section" if inner else _type(hints[name]), default, meaning
         if inner:
             yield from _rows(typing.cast(type, inner), f"{prefix}{name}.")
-
-
-def documentation(section: type) -> dict[str, str]:
-    """The text under each field of a dataclass, with those of its bases first."""
-    found: dict[str, str] = {}
-    for kind in reversed(section.__mro__):
-        if dataclasses.is_dataclass(kind):
-            body = typing.cast(ast.ClassDef, ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]).body
-            for field, text in itertools.pairwise(body):
-                if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
-                    found[ast.unparse(field.target)] = ast.literal_eval(text.value)
-    return found
 
 
 def _type(hint: Any) -> str:

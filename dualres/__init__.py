@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from dualres.model.decoder import Decoder as Decoder
     from dualres.model.decoder import build_decoder as build_decoder
     from dualres.model.generation import generate as generate
+    from dualres.residual.registration import register_method as register_method
     from dualres.train.optimizer import optimizer_groups as optimizer_groups
 
 __version__: str
@@ -37,6 +38,7 @@ _MODULES = {
     "model.attention": ("KVCache", "RouterReport"),
     "model.decoder": ("Decoder", "build_decoder"),
     "model.generation": ("generate",),
+    "residual.registration": ("register_method",),
     "train.optimizer": ("optimizer_groups",),
 }
 _HOME = {name: f"dualres.{module}" for module, names in _MODULES.items() for name in names}

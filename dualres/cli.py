@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from dualres.config.plugins import load_plugins
 from dualres.config.schema import ConfigError
 from dualres.config.validation import did_you_mean
 from dualres.util import optional_dependencies
@@ -75,6 +76,7 @@ def _failed(message: object, code: int) -> int:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command line; an unknown argument exits with the usage of its command and the closest valid option."""
+    load_plugins(named_plugins(argv))  # before the modules of the commands list all methods in their help
     parser, commands = make_parser()
     name = next((word for word in argv if not word.startswith("-")), None)
     if name is not None and name not in commands:
@@ -86,6 +88,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         remedy = did_you_mean(unknown[0].split("=")[0], options)
         command.error("; ".join(filter(None, [f"unrecognized arguments: {' '.join(unknown)}", remedy])))
     return args
+
+
+def named_plugins(argv: Sequence[str]) -> list[str]:
+    """The values of --plugin; each command declares the option as well."""
+    scanner = argparse.ArgumentParser(prog="dualres", add_help=False)
+    scanner.add_argument("--plugin", action="append", default=[])
+    return list(scanner.parse_known_args(argv)[0].plugin)
 
 
 def make_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:

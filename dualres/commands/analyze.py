@@ -53,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     arguments.add_checkpoint(parser)
     arguments.add_device(parser)
+    arguments.add_plugin(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -30,6 +30,13 @@ def add_experiment(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("scale", metavar="SCALE", help="name of a scale, or path to a YAML file")
     parser.add_argument("residual", metavar="RESIDUAL", help="name of a residual method, or path to a YAML file")
     add_overrides(parser)
+    add_plugin(parser)
+
+
+def add_plugin(parser: argparse.ArgumentParser) -> None:
+    """--plugin, which `cli` reads."""
+    help = "import a module that registers a residual method; may be repeated"
+    parser.add_argument("--plugin", metavar="MODULE", action="append", default=[], help=help)
 
 
 def add_overrides(parser: argparse.ArgumentParser) -> None:

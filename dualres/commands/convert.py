@@ -25,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("out", metavar="OUT", type=Path, help="new folder to write")
     add("--residual", metavar="R", required=True, help="name of a residual, or path to a YAML file")
     arguments.add_overrides(parser)
+    arguments.add_plugin(parser)
     add("--seed", metavar="N", type=int, default=42, help="for the pathway's new weights (default 42)")
     add("--no-check", action="store_true", help="skip the comparison with the source (it loads both models in float32)")
 

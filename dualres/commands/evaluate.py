@@ -63,6 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_checkpoint(parser)
     add("--context", metavar="N", type=int, help="window length (default, and maximum: the model's)")
     arguments.add_device(parser)
+    arguments.add_plugin(parser)
     add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="default: the model's")
     add("--format", choices=SUFFIXES, default="markdown", help="printed format (default markdown)")
 

@@ -27,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="llama: a `standard` model as a plain Llama checkpoint, without dualres code (default dualres)",
     )
     arguments.add_checkpoint(parser)
+    arguments.add_plugin(parser)
     add(
         "--dtype",
         choices=("auto", "float32", "bfloat16", "float16"),

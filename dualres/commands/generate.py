@@ -20,6 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--temperature", metavar="T", type=float, default=0.8, help="0 is greedy decoding (default 0.8)")
     add("--seed", metavar="N", type=int, default=0, help="sampling seed (default 0)")
     arguments.add_checkpoint(parser)
+    arguments.add_plugin(parser)
 
 
 def run(args: argparse.Namespace) -> int:

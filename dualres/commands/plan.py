@@ -107,7 +107,7 @@ def make_plan(args: argparse.Namespace, show: Show) -> "Plan":
     assert isinstance(own, MeshEstimate)  # otherwise the error was raised above
     overrides = [*args.set, *_settings(config, engine, args.set)]
     size = {"processes": args.gpus, "node_size": args.node_size}
-    command = launch_command(args.scale, args.residual, overrides, **size)
+    command = launch_command(args.scale, args.residual, overrides, {"plugin": args.plugin}, **size)
     return Plan(args.residual, columns, hardware, searches, [check_memory(own, hardware)], command)
 
 

@@ -45,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--no-samples", action="store_true", help="no samples of text, which take a few seconds per method")
     renew = f"renew the page while runs train, every SECONDS (default {DEFAULT_SECONDS}), until Ctrl-C"
     add("--watch", metavar="SECONDS", type=float, nargs="?", const=DEFAULT_SECONDS, help=renew)
+    arguments.add_plugin(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -55,6 +56,7 @@ def run(args: argparse.Namespace) -> int:
 
     options = [part for folder in args.evaluation for part in ("--evaluation", str(folder))]
     options += ["--no-samples"] if args.no_samples else []
+    options += [part for module in args.plugin for part in ("--plugin", module)]
     command = shlex.join(["dualres", "report", *map(str, args.runs), *options, "-o", str(args.out)])
     progress = Progress(quiet=args.watch is not None)  # samples are remembered
 

@@ -42,7 +42,7 @@ examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("scale", metavar="SCALE", help="name or path of a scale, or a preset")
-    add("--residuals", metavar="A,B", help="names or paths of residuals (default: all shipped ones)")
+    add("--residuals", metavar="A,B", help="names or paths of residuals (default: all)")
     add("--seeds", metavar="N,N", help="default: train.seed of the scale, 42")
     add("--learning-rates", metavar="X,X", help="sweep these; the table shows each method at its best")
     add("--at", dest="stand_in", metavar="SCALE", help="run a preset at this scale instead of the paper's")
@@ -52,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", choices=("cpu", "cuda"), help="default: a GPU if available")
     add("--table", action="store_true", help="only print the table of the finished runs")
     arguments.add_overrides(parser)
+    arguments.add_plugin(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -110,7 +111,7 @@ def parse_suite(args: argparse.Namespace) -> "Suite":
         pairs = [(args.scale, residual) for residual in residuals]
     seeds = seeds or [load_config(*pairs[0], args.set).train.seed]
     runs = all_runs(pairs, seeds, rates)
-    return Suite(runs, args.data, out, tuple(args.set), args.processes, args.device)
+    return Suite(runs, args.data, out, tuple(args.set), args.processes, args.device, tuple(args.plugin))
 
 
 def _tables(args: argparse.Namespace, groups: "list[Group]", rows: "list[ComparisonRow]") -> list[str]:

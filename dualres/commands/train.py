@@ -117,7 +117,7 @@ def dry_run(config: Config, args: argparse.Namespace, out: Path) -> int:
     is_default, wandb = args.data == DEFAULT_DATA, args.wandb is not None
     checks = check_start(config, ranks, args.data, out, prepares_data=is_default, wandb=wandb)
     options = {"data": None if is_default else args.data, "out": args.out, "from": args.start}
-    options |= {"device": args.device, "wandb": args.wandb}
+    options |= {"device": args.device, "wandb": args.wandb, "plugin": args.plugin}
     command = launch_command(args.scale, args.residual, args.set, options, processes=ranks)
     plan = Plan(args.residual, {args.residual: own}, hardware, False, [*checks, check_memory(own, hardware)], command)
     print(json.dumps(as_data(plan), indent=2) if args.json else as_text(plan, f"{args.scale} × {args.residual}"))

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import yaml
 
+from dualres.config.plugins import REGISTERED
 from dualres.config.schema import Config, ConfigError, ModelConfig, ResidualConfig
 from dualres.config.validation import build, did_you_mean
 
@@ -50,8 +51,9 @@ def short_name(name: str) -> str:
 
 
 def names(kind: Literal["scale", "residual"]) -> list[str]:
-    """Names of the configs that ship with dualres."""
-    return sorted(path.stem for path in (CONFIGS / kind).glob("*.yaml"))
+    """Names of the configs that ship with dualres, and of registered methods."""
+    shipped = (path.stem for path in (CONFIGS / kind).glob("*.yaml"))
+    return sorted([*shipped, *(REGISTERED if kind == "residual" else ())])
 
 
 def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
@@ -76,12 +78,15 @@ def _override(data: dict[str, Any], overrides: Sequence[str]) -> None:
 def _read(kind: Literal["scale", "residual"], name: str, derived: tuple[Path, ...] = ()) -> dict[str, Any]:
     """Read one YAML file and merge it over its `base`; a relative path starts at the folder of the file that names it.
 
-    `derived`: the files that led here through `base`.
+    A registered method needs no file. `derived`: the files that led here through `base`.
     """
+    if kind == "residual" and name in REGISTERED:
+        return {"method": name}
     folder = derived[-1].parent if derived else Path()
     path = folder / name if name.endswith((".yaml", ".yml")) else CONFIGS / kind / f"{name}.yaml"
     if not os.path.isfile(path):  # unlike Path.is_file, does not raise for a name that is too long
-        remedy = f"use one of {', '.join(names(kind))}, or the path of a YAML file"
+        plugin = ", or --plugin MODULE for a method of your own" if kind == "residual" else ""
+        remedy = f"use one of {', '.join(names(kind))}, or the path of a YAML file{plugin}"
         raise ConfigError(f"no {kind} {name!r}: {' '.join([did_you_mean(name, names(kind)), remedy]).strip()}")
     try:
         data = _parse(path.read_text(encoding="utf-8"), str(path))

@@ -168,7 +168,13 @@ def target(source: Source, residual: str, overrides: Sequence[str] = ()) -> tupl
             )
         pathway = ResidualConfig(**{**pathway.to_dict(), "gate_scale": 0.0})
     pathway = registry.explicit(pathway, 2 * model.layers)
-    divisors = build_decoder(model, pathway, device="meta").stack.start_divisors()
+    try:
+        divisors = build_decoder(model, pathway, device="meta").stack.start_divisors()
+    except NotImplementedError:
+        raise ConfigError(
+            f"the residual method {pathway.method} has no start_divisor, so its outputs cannot be those of the source: "
+            "define it in the pathway, or train from new weights"
+        ) from None
     if any(c != 1 for c in divisors):
         model = dataclasses.replace(model, read_eps=tuple(model.eps_of_read(i) / c**2 for i, c in enumerate(divisors)))
     return model, pathway

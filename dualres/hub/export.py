@@ -29,7 +29,7 @@ from dualres.util.progress import silent
 
 Form = Literal["dualres", "llama"]
 RUN_RECORD = "dualres_run.json"  # the run's description, which `import_run` restores
-DESCRIPTION = ("dualres", "config", "data", "start")
+DESCRIPTION = ("dualres", "config", "data", "start", "plugin")
 STATE = ("step", "sequences", "best_loss", "best_step", "validation_loss", "random")
 
 

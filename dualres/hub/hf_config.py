@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
+from dualres.config.plugins import REGISTERED
 from dualres.config.schema import ModelConfig, ResidualConfig
 from dualres.config.validation import convert
 
@@ -31,12 +32,18 @@ class DualResConfig(PreTrainedConfig):
 
     @classmethod
     def of(cls, model: ModelConfig, residual: ResidualConfig, **others: Any) -> "DualResConfig":
+        if residual.method in REGISTERED:
+            others["plugin"] = REGISTERED[residual.method]
         return cls(model=dataclasses.asdict(model), residual=residual.to_dict(), **others)
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
-        """Save config.json, and the code that loads the model where dualres is not installed."""
+        """Save config.json, and the code that loads the model where dualres is not installed.
+
+        The method of a plugin is not part of that code, so its models need dualres and the plugin.
+        """
         super().save_pretrained(save_directory, *args, **kwargs)
-        if self._auto_class is None and importlib.util.find_spec("dualres") is not None:
+        is_ours = getattr(self, "plugin", None) is None
+        if is_ours and self._auto_class is None and importlib.util.find_spec("dualres") is not None:
             # A copy of this code that came with a model has `_auto_class`: transformers copies it itself.
             importlib.import_module("dualres.hub.remote_code").add_code(Path(save_directory))
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dualres.config.plugins import REGISTERED
 from dualres.model.accounting import parameters
 from dualres.model.decoder import Decoder
 from dualres.util.optional_dependencies import install
@@ -33,6 +34,7 @@ def card(
         measurements=measurements,
         folder=folder,
         form=form,
+        plugin=REGISTERED.get(decoder.residual_config.method),
         install=install("hub"),
         version=VERSION,
     )

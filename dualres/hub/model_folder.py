@@ -14,6 +14,7 @@ from dualres.config.schema import ConfigError, ModelConfig, ResidualConfig
 from dualres.config.validation import convert
 from dualres.data.shards import TOKENIZER
 from dualres.model.decoder import Decoder, build_decoder
+from dualres.residual import registry
 from dualres.util.atomic_files import write_text
 from dualres.util.errors import ModelError
 from dualres.util.optional_dependencies import need
@@ -157,6 +158,7 @@ def empty_decoder(saved: Saved) -> Decoder:
     try:
         model = convert(ModelConfig, saved.config.get("model"), "model")
         residual = convert(ResidualConfig, saved.config.get("residual"), "residual")
+        registry.check_known(residual.method, saved.config.get("plugin"), saved.folder)
         return build_decoder(model, residual, device="meta")
     except ConfigError as error:
         raise ModelError(f"{saved.folder / CONFIG}: {error}. Restore the file, or export the model again") from None

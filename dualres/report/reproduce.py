@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from dualres.config.loading import load_config, names
+from dualres.config.plugins import REGISTERED
 from dualres.config.schema import Config, ConfigError
 from dualres.train.launch import launch_command
 
@@ -34,7 +35,7 @@ def origin(config: Config) -> Origin | None:
     """The pair with the fewest overrides, those of the model first; None if no pair yields the config."""
     target = settings(config)
     candidates = []
-    for (scale, residual), shipped in _shipped().items():
+    for (scale, residual), shipped in _shipped(tuple(names("residual"))).items():
         if shipped["residual.method"] == config.residual.method:
             changed = [key for key, value in target.items() if key not in shipped or shipped[key] != value]
             changed += [key for key in shipped if key.startswith("residual.") and key not in target]
@@ -52,7 +53,8 @@ def origin(config: Config) -> Origin | None:
 
 def command(origin: Origin, data: str, processes: int = 1) -> str:
     """A shell command with one override per line."""
-    return launch_command(*origin, {"data": data}, processes=processes, separator=" \\\n  ")
+    options = {"data": data, "plugin": REGISTERED.get(origin.residual)}
+    return launch_command(*origin, options, processes=processes, separator=" \\\n  ")
 
 
 def settings(config: Config) -> dict[str, Any]:
@@ -87,6 +89,6 @@ def as_override(value: Any) -> str:
 
 
 @functools.cache
-def _shipped() -> dict[tuple[str, str], FlatConfig]:
-    pairs = itertools.product(names("scale"), names("residual"))
+def _shipped(residuals: tuple[str, ...]) -> dict[tuple[str, str], FlatConfig]:
+    pairs = itertools.product(names("scale"), residuals)
     return {pair: settings(load_config(*pair)) for pair in pairs}

@@ -54,6 +54,7 @@ class Suite:
     overrides: tuple[str, ...] = ()
     processes: int = 1
     device: str | None = None
+    plugins: tuple[str, ...] = ()  # modules that register methods
 
     def config(self, run: SuiteRun) -> Config:
         return load_config(run.scale, run.residual, [*self.overrides, *run.overrides()])
@@ -139,8 +140,8 @@ def _launch(suite: Suite, run: SuiteRun) -> int:
     command = [sys.executable, *(torchrun if suite.processes > 1 else []), "-m", "dualres", "train"]
     command += [run.scale, run.residual, "--data", str(suite.data), "--out", str(suite.out / run.name)]
     command += ["--device", suite.device] if suite.device else []
-    for override in (*suite.overrides, *run.overrides()):
-        command += ["--set", override]
+    for option, values in (("--set", (*suite.overrides, *run.overrides())), ("--plugin", suite.plugins)):
+        command += [word for value in values for word in (option, value)]
     process: subprocess.Popen[bytes] | None = None
     stopped = False
 

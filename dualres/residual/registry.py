@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from dualres.config.plugins import is_module_name
 from dualres.config.schema import ConfigError, ResidualConfig
 from dualres.config.validation import build as build_options
 from dualres.config.validation import did_you_mean
@@ -18,6 +19,7 @@ from dualres.residual.pathway import LastState, Options, Pathway, Place
 from dualres.residual.retrieval import RetrievalOptions, RetrievalReadout
 from dualres.residual.route import CROSS_V, DUAL, FIXED_KV, SELF_KV, SINGLE, VALUE_PROJECTED
 from dualres.residual.standard import Standard
+from dualres.util.errors import ModelError
 
 
 class Method(NamedTuple):
@@ -80,8 +82,23 @@ class Residual(NamedTuple):
 
 def method(name: str) -> Method:
     if name not in METHODS:
-        raise ConfigError(f"residual.method={name!r} is unknown: use one of {', '.join(METHODS)}")
+        remedy = f"use one of {', '.join(METHODS)}, or register it (--plugin MODULE, dualres.register_method)"
+        question = did_you_mean(name, list(METHODS))
+        raise ConfigError(f"residual.method={name!r} is unknown: {' '.join([question, remedy]).strip()}")
     return METHODS[name]
+
+
+def check_known(name: str, plugin: object, where: object) -> None:
+    """Raise for a run or model with a method that only its plugin knows, and name the plugin, as recorded there.
+
+    It is not imported here: code must not run because data names it.
+    """
+    if name not in METHODS and plugin is not None:
+        module = plugin if is_module_name(plugin) and plugin != "__main__" else "MODULE"
+        raise ModelError(
+            f"{where} uses the residual method {name} of the plugin {plugin!r}, which is not loaded: add "
+            f"--plugin {module} if you trust that module, or import it first"
+        )
 
 
 def resolve(config: ResidualConfig) -> dict[str, Any]:

@@ -16,10 +16,14 @@ def launch_command(
     node_size: int = NODE_SIZE,
     separator: str = " ",
 ) -> str:
-    """The `dualres train` command, with `torchrun` for several processes. `options` that are None are omitted."""
+    """The `dualres train` command, with `torchrun` for several processes.
+
+    `options` that are None are omitted; those with a list are repeated.
+    """
     words = ["dualres", "train", scale, residual]
     for name, value in (options or {}).items():
-        words += [f"--{name}", str(value)] if value is not None else []
+        values = value if isinstance(value, list) else [value]
+        words += [word for each in values if each is not None for word in (f"--{name}", str(each))]
     if processes > 1:
         nodes = processes // node_size if processes % node_size == 0 else 1
         cluster = ["--nnodes", str(nodes), "--rdzv-backend", "c10d", "--rdzv-endpoint", "HOST:29500"]

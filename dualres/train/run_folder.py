@@ -1,6 +1,6 @@
 """The folder of a run, which only one process group may use at a time.
 
-RUN/config.json      the experiment, the data, the version of dualres, the initial model
+RUN/config.json      the experiment, the data, the version of dualres, the initial model, the method's plugin
     provenance.json  commit, versions, machine and time of every start
     tokenizer.json   a copy of the data's tokenizer
     metrics.jsonl    losses, gradient norm and learning rate by step; identical in every rerun
@@ -18,9 +18,11 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from dualres.config.plugins import REGISTERED
 from dualres.config.schema import Config, ConfigError
 from dualres.config.validation import build
 from dualres.data.shards import TOKENIZER, Index
+from dualres.residual import registry
 from dualres.train.metrics import METRICS
 from dualres.util.atomic_files import locked, write_bytes, write_json
 from dualres.util.errors import TrainError
@@ -86,6 +88,8 @@ def open_run(folder: Path, config: Config, data: Path, index: Index, start: Path
         "end_of_text": index.end_of_text,
         "fingerprint": index.fingerprint,
     }
+    if config.residual.method in REGISTERED:
+        origin["plugin"] = REGISTERED[config.residual.method]
     write_json(folder / CONFIG, {"dualres": VERSION, "config": _as_data(config), "data": used, **origin})
 
 
@@ -134,10 +138,13 @@ def read_summary(folder: Path) -> dict[str, Any]:
 
 def read_config(folder: Path) -> Config:
     """The experiment of a run. Keys that its version of dualres did not have take their defaults."""
+    description = read_description(folder)
     try:
-        return build(Config, read_description(folder)["config"], "")
+        config = build(Config, description["config"], "")
     except ConfigError as error:
         raise TrainError(f"{folder / CONFIG}: {error}; restore the file, or train into a new folder") from None
+    registry.check_known(config.residual.method, description.get("plugin"), folder)
+    return config
 
 
 def _as_data(config: Config) -> dict[str, Any]:

@@ -11,15 +11,16 @@ import torch
 
 from docs import configuration_page
 from dualres.cli import main
+from dualres.config.documentation import documentation
 from dualres.config.loading import load_config
 from dualres.config.schema import Config, ConfigError, MoEConfig, ParallelConfig, ResidualConfig, RopeScaling
 from dualres.model.decoder import build_decoder
 from dualres.residual import registry
+from tests.plugin import EXAMPLE, python_blocks
 from tests.small import next_token_loss, random_tokens
 
 SECTIONS = [*configuration_page.SECTIONS.values(), MoEConfig, RopeScaling, ParallelConfig]
 OPTIONS = list(dict.fromkeys(row.options for row in registry.METHODS.values()))
-EXAMPLE = Path(configuration_page.__file__).parent / "adding-a-residual.md"
 
 
 def test_the_page_is_current():
@@ -30,7 +31,7 @@ def test_the_page_is_current():
 @pytest.mark.parametrize("section", [*SECTIONS, *OPTIONS], ids=lambda section: section.__name__)
 def test_every_field_is_documented(section: type):
     fields = {field.name for field in dataclasses.fields(section)}
-    documented = configuration_page.documentation(section)
+    documented = documentation(section)
     assert fields - documented.keys() == ({"options"} if section is ResidualConfig else set())
     assert all(text and len(text) < 120 and "\n" not in text and "|" not in text for text in documented.values())
 
@@ -52,8 +53,12 @@ def test_every_key_of_an_experiment_has_a_row():
 
 @pytest.fixture
 def highway(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """All that docs/adding-a-residual.md says to write: a file, its import, a row."""
-    file, imported, row = re.findall(r"^```python\n(.*?)^```", EXAMPLE.read_text(), re.MULTILINE | re.DOTALL)
+    """All that docs/adding-a-residual.md says to write in dualres itself: a file, its import, a row."""
+    plugin, _, imports, imported, row = python_blocks(EXAMPLE)
+    statement = r"^from dualres import ops\nfrom dualres.residual import \(.*?^\)\n"
+    file = re.sub(statement, imports, plugin, flags=re.MULTILINE | re.DOTALL)
+    assert imports in file
+    file = file[: file.index("register_method(")]
     name = "dualres.residual.highway"
     (tmp_path / "highway.py").write_text(file)
     spec = importlib.util.spec_from_file_location(name, tmp_path / "highway.py")

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -107,11 +108,12 @@ def hooked(module: nn.Module) -> nn.Module:
 
 
 def sharded(stack: ResidualStack) -> ResidualStack:
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    dist.init_process_group("gloo", rank=0, world_size=1, store=HashStore())
     mesh = init_device_mesh("cpu", (1,))
     for block in stack:
         fully_shard(block, mesh=mesh)
-    return fully_shard(stack, mesh=mesh)
+    fully_shard(stack, mesh=mesh)
+    return stack
 
 
 def with_compiled_blocks(stack: ResidualStack) -> ResidualStack:
@@ -180,7 +182,7 @@ def test_a_branch_with_open_keywords_takes_all():
     x, context = inputs()
     stack = residual_stack([Anything(Masked()), Plain()], WIDTH, "standard")
     stack(x, **context)
-    assert next(iter(stack)).branches[0].seen == ["factor", "mask"]  # type: ignore[union-attr]
+    assert next(iter(stack)).branches[0].seen == ["factor", "mask"]
     with pytest.raises(TypeError, match="unexpected keyword argument 'msk'"):  # the branch's own error
         stack(x, msk=1)
 

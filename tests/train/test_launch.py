@@ -23,5 +23,11 @@ def test_processes_over_machines(processes: int, node_size: int, start: str):
 
 
 def test_options_and_overrides_are_quoted_for_a_shell():
-    command = launch_command("nano", "mhc-2", ["train.dataset='a b'"], {"data": "my data", "out": None})
+    command = launch_command("nano", "mhc-2", ["train.dataset='a b'"], {"data": "my data", "out": None, "plugin": []})
     assert command == """dualres train nano mhc-2 --data 'my data' --set 'train.dataset='"'"'a b'"'"''"""
+
+
+def test_an_option_may_be_repeated():
+    command = launch_command("nano", "mine", ["a=1"], {"plugin": ["first", "second"]}, processes=2)
+    start = "torchrun --nproc-per-node 2 -m dualres train nano mine"
+    assert command == f"{start} --plugin first --plugin second --set a=1"
