@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from dualres.config.schema import TrainConfig as TrainConfig
     from dualres.model.attention import KVCache as KVCache
     from dualres.model.attention import RouterReport as RouterReport
+    from dualres.model.block import NormedBranch as NormedBranch
     from dualres.model.block import ResidualBlock as ResidualBlock
     from dualres.model.block import ResidualStack as ResidualStack
     from dualres.model.block import compile_blocks as compile_blocks
@@ -34,7 +35,10 @@ __version__: str
 _MODULES = {
     "config.loading": ("load_config",),
     "config.schema": ("Config", "ConfigError", "MoEConfig", "ModelConfig", "ResidualConfig", "TrainConfig"),
-    "model.block": ("ResidualBlock", "ResidualStack", "compile_blocks", "recompute_blocks", "residual_stack"),
+    "model.block": (
+        *("NormedBranch", "ResidualBlock", "ResidualStack"),
+        *("compile_blocks", "recompute_blocks", "residual_stack"),
+    ),
     "model.attention": ("KVCache", "RouterReport"),
     "model.decoder": ("Decoder", "build_decoder"),
     "model.generation": ("generate",),

@@ -2,8 +2,13 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+
+from examples.add_to_your_model import MLP, SelfAttention
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "results").glob("*.md")])
@@ -44,3 +49,24 @@ def test_files_named_in_the_docs_exist(page: Path):
 def test_snippet_runs(page: str):
     snippet = code_blocks(ROOT / page)[-1]
     exec(snippet, {})
+
+
+def test_the_page_of_your_own_model_runs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    """Its blocks, one after another, and the output that it shows."""
+    monkeypatch.chdir(ROOT)
+    page = ROOT / "docs" / "own-model.md"
+    width, heads, layers = 16, 2, 2
+    before = SimpleNamespace(attention=[SelfAttention(width, heads)], mlp=[MLP(width)])
+    names: dict[str, Any] = {
+        "self": before,
+        "x": torch.randn(2, 3, width),
+        "width": width,
+        "heads": heads,
+        "layers": layers,
+    }
+    names |= {"SelfAttention": SelfAttention, "MLP": MLP}
+    with torch._dynamo.config.patch(), torch._functorch.config.patch():
+        for block in code_blocks(page):
+            exec(block, names)
+    [shown] = re.findall(r"^```text\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    assert capsys.readouterr().out == shown
