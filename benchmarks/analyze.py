@@ -36,7 +36,7 @@ def main() -> None:
     protocol = AnalysisProtocol(args.sequences, args.last, args.retrieval_sequences)
     starts: list[tuple[str, float]] = [("watching", time.monotonic())]  # of each part
 
-    def show(text: str) -> None:
+    def show(text: str, fraction: float | None = None) -> None:
         starts.append((text.partition("  ")[0], time.monotonic()))
 
     analyze(decoder, tokens, protocol, {}, show)

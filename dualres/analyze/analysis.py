@@ -83,7 +83,7 @@ def analyze(
     few, many = min(protocol.sequences, len(sequences)), min(protocol.retrieval_sequences, len(sequences))
     rows = sequences[: max(few, many)].to(device)
     for number, row in enumerate(rows):
-        show(f"watching  sequence {number + 1}/{len(rows)}")
+        show(f"watching  sequence {number + 1}/{len(rows)}", number / len(rows))
         watchers = [*([states, gates] if number < few else []), *([depth, norms, router] if number < many else [])]
         with watching(decoder.stack, *watchers):
             hidden = decoder.hidden(row[None])

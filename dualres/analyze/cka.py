@@ -39,14 +39,14 @@ def cross_stream_cka(states: list[Tensor], show: Show = silent) -> Tensor:
     NaN where a stream is constant over tokens.
     """
     streams, layers = len(states[0]), len(states)
-    kernels = []  # stream by stream, layer by layer
+    kernels: list[_Kernel] = []  # stream by stream, layer by layer
     for j in range(streams):
         for layer, state in enumerate(states):
-            show(f"CKA  stream {j}, layer {layer + 1}/{layers}")
+            show(f"CKA  stream {j}, layer {layer + 1}/{layers}", len(kernels) / (streams * layers))
             kernels.append(_Kernel(state[j]))
     similarities = torch.empty(len(kernels), len(kernels), dtype=torch.float64)
     for a, one in enumerate(kernels):
-        show(f"CKA  {a + 1}/{len(kernels)} states compared")
+        show(f"CKA  {a + 1}/{len(kernels)} states compared", a / len(kernels))
         for b in range(a, len(kernels)):
             cka = one.similarity(kernels[b]) / (one.norm * kernels[b].norm)
             similarities[a, b] = similarities[b, a] = cka

@@ -41,7 +41,8 @@ def kl_rescue(decoder: Decoder, sequences: Tensor, last: int, show: Show = silen
                 site = Site(b, i, next(branches))
                 if not site.ends_layer:
                     continue
-                show(f"KL rescue  sequence {number + 1}/{len(sequences)}  layer {site.layer + 1}/{layers}")
+                done = (number * layers + site.layer) / (len(sequences) * layers)
+                show(f"KL rescue  sequence {number + 1}/{len(sequences)}  layer {site.layer + 1}/{layers}", done)
                 for case in range(streams + 1):
                     with replacing(block, i, keep_only(case)):
                         changed = after(block, history, context=context)

@@ -18,7 +18,6 @@ from dualres.config.schema import ConfigError
 from dualres.util.errors import DataError, ModelError
 from dualres.util.progress import Progress
 from dualres.util.tables import table
-from dualres.util.version import VERSION
 
 if TYPE_CHECKING:
     from dualres.analyze.analysis import Analysis
@@ -65,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     from dualres.analyze.analysis import FOLDER
 
     data = {name: _data_for(folder, args.data) for name, folder in models.items()}  # fail before the first analysis
-    progress = Progress()
+    progress = Progress(args.verbosity)
     analyses = {}
     for name, folder in models.items():
         analyses[name] = _analyze(name, folder, data[name], args, progress)
@@ -107,6 +106,7 @@ def _analyze(name: str, folder: Path, data: Path, args: argparse.Namespace, prog
     from dualres.data.loader import Loader
     from dualres.hub.open_model import open_model
     from dualres.train.metrics import METRICS, read_rows
+    from dualres.util.version import VERSION
 
     index = shards.read_index(data)
     progress.show(f"{name}  loading")
@@ -153,7 +153,7 @@ def _analyze(name: str, folder: Path, data: Path, args: argparse.Namespace, prog
     }
     try:
         rows = loader.batch(0, needed)[:, :-1]
-        analysis = analyze(decoder, rows, protocol, about, lambda text: progress.show(f"{name}  {text}"))
+        analysis = analyze(decoder, rows, protocol, about, progress.named(name))
     except FloatingPointError as error:
         raise ModelError(f"{folder}: {error}: check its weights") from None
     logged = read_rows(folder / METRICS) if (folder / METRICS).is_file() else []

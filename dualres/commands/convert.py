@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     arguments.check_seed(args)
     from dualres.hub.convert import convert
 
-    progress = Progress()
+    progress = Progress(args.verbosity)
     difference = convert(
         args.source,
         args.out,

@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     from dualres.evaluate.formats import render
 
     models, request = arguments.parse_models(args.models), parse_request(args)
-    progress = Progress()
+    progress = Progress(args.verbosity)
     refusal = ConfigError(f"another process is writing to {args.out}: wait for it, or use another --out")
     with locked(args.out, refusal):
         results, failures = _measure_all(models, request, args, progress)
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     progress.say(f"wrote {', '.join(map(str, files.values()))}")
     if failures:
         names = ", ".join(failure.what for failure in failures)
-        progress.say(f"dualres: failed, see above: {names}. Rerun the command to retry")
+        progress.warn(f"dualres: failed, see above: {names}. Rerun the command to retry")
     return 1 if failures else 0
 
 
@@ -141,7 +141,7 @@ def _measure_all(
             raise
         except Exception as error:
             failures.append(FailedMeasurement(f"{name}  loading", error))
-            progress.say(str(failures[-1]))
+            progress.warn(str(failures[-1]))
             continue
         result, failed = measure(model, request, args.out, progress)
         results.append(result)

@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from dualres.plan.plan import as_data, as_text
 
-    progress = Progress(quiet=args.json)
+    progress = Progress(args.verbosity, muted=args.json)
     try:
         plan = make_plan(args, progress.show)
     finally:

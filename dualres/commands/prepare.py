@@ -7,11 +7,14 @@ Rerun the command to resume after an interruption; once finished, it changes not
 import argparse
 import dataclasses
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from dualres.data.prepare import Settings, prepare
-from dualres.data.shards import Index
+from dualres.data.settings import Settings
 from dualres.util.optional_dependencies import install
 from dualres.util.progress import Progress
+
+if TYPE_CHECKING:
+    from dualres.data.shards import Index
 
 EPILOG = f"""\
 sources:
@@ -60,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     settings = Settings(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Settings)})
-    index = prepare_with_progress(settings, args.out)
+    index = prepare_with_progress(settings, args.out, Progress(args.verbosity))
     for split in ("train", "validation"):
         documents = sum(shard.documents for shard in index.shards(split))
         print(f"{split:10}  {index.tokens(split):>15,} tokens  {documents:>11,} documents")
@@ -68,8 +71,9 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def prepare_with_progress(settings: Settings, out: Path) -> Index:
-    progress = Progress()
+def prepare_with_progress(settings: Settings, out: Path, progress: Progress) -> "Index":
+    from dualres.data.prepare import prepare
+
     try:
         return prepare(settings, out, progress.show)
     finally:

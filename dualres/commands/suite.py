@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from dualres.commands import arguments
 from dualres.commands.train import DEFAULT_DATA, ensure_default_data
 from dualres.config.loading import load_config, names, short_name
-from dualres.config.paper import PRESETS
 from dualres.config.schema import ConfigError
+from dualres.config.validation import proposing
 from dualres.util.atomic_files import write_json, write_text
 from dualres.util.progress import Progress
 from dualres.util.tables import table
@@ -60,15 +60,15 @@ def run(args: argparse.Namespace) -> int:
     from dualres.report.runs import BASE
     from dualres.report.suite import check, check_start, finished_runs, group_by_rate, run_all
 
-    say = Progress().say
+    progress = Progress(args.verbosity)
     suite = parse_suite(args)
     check(suite)
     failed = []
     if not args.table:
-        ensure_default_data(args.data)
+        ensure_default_data(args.data, progress)
         check_start(suite)
         suite.out.mkdir(parents=True, exist_ok=True)
-        failed = run_all(suite, say)
+        failed = run_all(suite, progress)
     finished = finished_runs(suite)
     groups = group_by_rate(finished)
     rows = comparison.compare(comparison.best_rates(groups))
@@ -86,14 +86,16 @@ def run(args: argparse.Namespace) -> int:
         print(f"\nwrote {', '.join(str(suite.out / name) for name in (TABLE, RESULTS, *CURVES))}")
     if not finished:
         remedy = ": run the command without --table to train them" if args.table else ""
-        say(f"dualres: no run of this suite is finished in {suite.out}{remedy}")
+        progress.warn(f"dualres: no run of this suite is finished in {suite.out}{remedy}")
     if failed:
         which = ", ".join(run.name for run in failed)
-        say(f"dualres: {len(failed)} of {len(suite.runs)} runs failed, see above: {which}. Rerun the command to retry")
+        count = f"{len(failed)} of {len(suite.runs)}"
+        progress.warn(f"dualres: {count} runs failed, see above: {which}. Rerun the command to retry")
     return 1 if failed or not texts else 0
 
 
 def parse_suite(args: argparse.Namespace) -> "Suite":
+    from dualres.config.paper import PRESETS
     from dualres.report.suite import Suite, all_runs
 
     arguments.check_positive(args, "processes")
@@ -105,6 +107,9 @@ def parse_suite(args: argparse.Namespace) -> "Suite":
             raise ConfigError(f"--residuals does not apply to the preset {args.scale}: remove it, or use a scale")
         pairs = [*dict.fromkeys((args.stand_in or cell.scale, cell.residual) for cell in PRESETS[args.scale])]
     else:
+        if args.scale not in names("scale") and not args.scale.endswith((".yaml", ".yml")):
+            message = f"no scale or preset {args.scale!r}: use one that `dualres suite --help` lists, or a YAML file"
+            raise ConfigError(proposing(message, args.scale, [*names("scale"), *PRESETS]))
         if args.stand_in:
             raise ConfigError(f"--at {args.stand_in} applies only to presets: pass the scale itself")
         residuals = _list(args.residuals, str, "--residuals", "standard,dar-block") or names("residual")
@@ -116,6 +121,7 @@ def parse_suite(args: argparse.Namespace) -> "Suite":
 
 def _tables(args: argparse.Namespace, groups: "list[Group]", rows: "list[ComparisonRow]") -> list[str]:
     """The comparison, the learning rates of a sweep, and the paper's table for a preset."""
+    from dualres.config.paper import PRESETS
     from dualres.report import comparison
 
     texts = [comparison.as_text(rows)] if rows else []

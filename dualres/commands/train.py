@@ -15,9 +15,7 @@ from dualres.commands import arguments
 from dualres.commands.prepare import prepare_with_progress
 from dualres.config.loading import load_config, load_recipe, load_residual, short_name
 from dualres.config.schema import Config, ConfigError
-from dualres.data.prepare import Settings
-from dualres.data.shards import INDEX
-from dualres.data.source import PYTHON
+from dualres.data.settings import PYTHON, Settings
 from dualres.plan.hardware import GIB, Hardware
 from dualres.train.launch import launch_command
 from dualres.util.optional_dependencies import install
@@ -75,8 +73,8 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"--{name} requires --dry-run; to train on several GPUs, use torchrun")
     check_batch(config, world_size())  # checks the mesh too, before any process waits for another
     with join_world(args.device) as world:
-        world.on_main(lambda: ensure_default_data(args.data))
-        progress = Progress(quiet=not world.is_main)
+        progress = Progress(args.verbosity, muted=not world.is_main)
+        world.on_main(lambda: ensure_default_data(args.data, progress))
         introduce(config, args, out, world, progress)
         result = train(config, args.data, out, world, progress, args.wandb, args.start)
         if world.is_main and result.finished:
@@ -126,11 +124,13 @@ def dry_run(config: Config, args: argparse.Namespace, out: Path) -> int:
     return 1 if plan.problems else 0
 
 
-def ensure_default_data(data: Path) -> None:
+def ensure_default_data(data: Path, progress: Progress) -> None:
     """Prepare the default dataset if it is used and missing."""
+    from dualres.data.shards import INDEX
+
     if data == DEFAULT_DATA and not (data / INDEX).exists():
-        Progress().say(f"preparing {PYTHON}, the text of the standard library, into {data} (once)")
-        prepare_with_progress(Settings(PYTHON, "bpe:4096"), data)
+        progress.say(f"preparing {PYTHON}, the text of the standard library, into {data} (once)")
+        prepare_with_progress(Settings(PYTHON, "bpe:4096"), data, progress)
 
 
 def introduce(config: Config, args: argparse.Namespace, out: Path, world: "World", progress: Progress) -> None:

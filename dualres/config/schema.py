@@ -22,7 +22,7 @@ from dualres.config.validation import (
     divisors,
     multiple_of_8,
 )
-from dualres.config.validation import ConfigError as ConfigError
+from dualres.util.errors import ConfigError as ConfigError
 
 
 @dataclass(frozen=True)

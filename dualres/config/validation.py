@@ -4,16 +4,16 @@ import dataclasses
 import difflib
 import inspect
 import math
+import os
 import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
+from dualres.util.errors import ConfigError
+
 T = TypeVar("T")
-
-
-class ConfigError(ValueError):
-    """Raised for an invalid config; the message names the field, the value and the remedy."""
 
 
 class Bounds(NamedTuple):
@@ -61,6 +61,18 @@ def did_you_mean(name: object, known: Sequence[str], where: str = "") -> str:
     return f"did you mean {where}{close[0]}?" if close else ""
 
 
+def proposing(message: str, name: object, known: Iterable[str]) -> str:
+    """The message, and the most similar known name if there is one."""
+    return "; ".join(filter(None, [message, did_you_mean(name, list(known))]))
+
+
+def proposing_path(message: str, path: Path) -> str:
+    """The message, and the most similar path if there is no such one."""
+    if os.path.exists(path) or not os.path.isdir(path.parent):  # for a name of any length
+        return message
+    return proposing(message, path, (str(path.with_name(other.name)) for other in path.parent.iterdir()))
+
+
 def convert_fields(config: object, where: str) -> None:
     """Convert and check every field of a frozen dataclass; `where` is the path of its keys, such as "train."."""
     for name, hint in typing.get_type_hints(type(config), include_extras=True).items():
@@ -88,7 +100,8 @@ def convert(hint: Any, value: Any, where: str) -> Any:
         # YAML 1.1 reads a bare `off` as false.
         text = {False: "off", True: "on"}.get(value, value) if isinstance(value, bool) else value
         if text not in typing.get_args(hint):
-            raise ConfigError(f"{where}={value!r} is unknown: use {' or '.join(map(str, typing.get_args(hint)))}")
+            valid = [str(choice) for choice in typing.get_args(hint)]
+            raise ConfigError(proposing(f"{where}={value!r} is unknown: use {' or '.join(valid)}", value, valid))
         return text
     if typing.get_origin(hint) is tuple:
         items = typing.get_args(hint)

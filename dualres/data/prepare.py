@@ -17,8 +17,10 @@ import numpy as np
 
 from dualres.data import shards
 from dualres.data import tokenizer as tokenizers
+from dualres.data.settings import PYTHON
+from dualres.data.settings import Settings as Settings
 from dualres.data.shards import SPLITS, Index, Shard, ShardWriter, Split
-from dualres.data.source import PYTHON, SourcePart, open_source
+from dualres.data.source import COMPRESSIONS, SourcePart, open_source
 from dualres.data.tokenizer import Tokenizer, Tokens
 from dualres.util.atomic_files import LOCK, locked, partial_of, write_json
 from dualres.util.errors import DataError
@@ -27,26 +29,7 @@ from dualres.util.progress import Show, duration, short, silent
 BATCH_CHARACTERS = 2**20  # characters tokenized together
 BATCHES_AHEAD = 3  # batches tokenized while another is written
 PROGRESS = "progress.json"
-
-
-@dataclass(frozen=True)
-class Settings:
-    """All that determines the result: `prepare` resumes only with the same settings."""
-
-    source: str
-    tokenizer: str  # bytes, bpe:SIZE, tekken, or the path of a tokenizer.json
-    field: str = "text"
-    subset: str | None = None
-    split: str = "train"
-    end_of_text: str | None = None
-    held_out: float = 0.05  # fraction of the documents for validation, by a hash of their text
-    shard_tokens: int = 100_000_000
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.held_out < 1:
-            raise DataError(f"--held-out {self.held_out} is not a fraction: use 0 ≤ --held-out < 1")
-        if self.shard_tokens < 1:
-            raise DataError(f"--shard-tokens {self.shard_tokens} is not positive: use, for example, 100000000")
+NOT_PLAIN = (".parquet", *COMPRESSIONS)  # the size of such a file does not say how much text it has
 
 
 class SourcePosition(NamedTuple):
@@ -101,7 +84,8 @@ def _prepare(settings: Settings, parts: Sequence[SourcePart], out: Path, show: S
         changed = stored if name.startswith("bpe:") else name
         raise DataError(f"{changed} is not the tokenizer that {out} started with: restore it, or use a new folder")
     tokenizer.save(stored)
-    counter = _Counter("tokenizing", parts, state, show)
+    is_text = all(part.size > 0 and not part.name.endswith(NOT_PLAIN) for part in parts)
+    counter = _Counter("tokenizing", parts, state, show, [part.size for part in parts] if is_text else ())
     encoded = _encoded(_documents(parts, state.place), tokenizer, counter)
     while (place := _write_chunk(encoded, tokenizer, settings, out, state)) is not None:
         state.tokenizer, state.place, state.chunks = tokenizer.fingerprint, place, state.chunks + 1
@@ -174,25 +158,35 @@ def is_held_out(text: str, share: float) -> bool:
 class _Counter:
     """Shows the progress of a stage: documents and tokens of the source so far, characters/s of this process."""
 
-    def __init__(self, stage: str, parts: Sequence[SourcePart], state: PrepareState, show: Show):
-        self.stage, self.parts, self.show = stage, parts, show
+    def __init__(
+        self, stage: str, parts: Sequence[SourcePart], state: PrepareState, show: Show, sizes: Sequence[int] = ()
+    ):
+        """`sizes`: the bytes of text in each part, if they are known and all will be read."""
+        self.stage, self.parts, self.show, self.sizes = stage, parts, show, sizes
         before = [*state.train, *state.validation]
         self.documents = sum(shard.documents for shard in before)
         self.tokens = sum(shard.tokens for shard in before)
         self.characters, self.began = 0, time.monotonic()
-        self.show_part(state.place.part)
+        self.part, self.read = state.place.part, 0  # bytes of this part
+        self.show_state()
 
     def add(self, batch: Sequence[Document], tokens: int) -> None:
         self.documents += len(batch)
         self.tokens += tokens
-        self.characters += sum(len(document.text) for document in batch)
-        self.show_part(batch[-1].after.part)
+        for document in batch:
+            self.characters += len(document.text)
+            self.read = len(document.text.encode()) + (self.read if document.after.part == self.part else 0)
+            self.part = document.after.part
+        self.show_state()
 
-    def show_part(self, part: int) -> None:
+    def show_state(self) -> None:
+        sizes, part = self.sizes, self.part
+        fraction = (sum(sizes[:part]) + min(self.read, sizes[part])) / sum(sizes) if sizes else None
         seconds = max(time.monotonic() - self.began, 1e-9)
         self.show(
             f"{self.stage}: {self.parts[part].name} ({part + 1}/{len(self.parts)})  {self.documents:,} documents  "
-            f"{short(self.tokens)} tokens  {short(self.characters / seconds)} characters/s  {duration(seconds)}"
+            f"{short(self.tokens)} tokens  {short(self.characters / seconds)} characters/s  {duration(seconds)}",
+            fraction,
         )
 
 

@@ -9,17 +9,17 @@ import gzip
 import io
 import json
 import platform
-import pydoc_data.topics
 import sysconfig
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dualres.config.validation import proposing, proposing_path
+from dualres.data.settings import PYTHON as PYTHON
 from dualres.util.errors import DataError
 from dualres.util.optional_dependencies import need
 
-PYTHON = "python"  # the name of the default source
 DOCUMENT_CHARACTERS = 16_000  # in a text file: a document ends with the paragraph that reaches this length,
 MAX_CHARACTERS = 64_000  # or at this one, since a text without blank lines must not fill the memory
 FORMATS = (".txt", ".jsonl", ".json", ".parquet")
@@ -55,9 +55,8 @@ def open_source(name: str, field: str = "text", subset: str | None = None, split
         return [_file(p, p.relative_to(path).as_posix(), field) for p in files]
     if name.count("/") == 1 and not name.startswith((".", "/")) and not name.endswith(FORMATS + COMPRESSIONS):
         return [SourcePart(f"{name} {subset or ''} {split}", 0, lambda: _dataset(name, subset, split, field))]
-    raise DataError(
-        f"unknown source {name!r}: use {PYTHON} (the standard library), a file, a folder, or a dataset as owner/name"
-    )
+    message = f"unknown source {name!r}: use {PYTHON} (the standard library), a file, a folder, or a dataset OWNER/NAME"
+    raise DataError(proposing_path(proposing(message, name, [PYTHON]), path))
 
 
 def _format(path: Path) -> str:
@@ -169,8 +168,10 @@ def _text_of(row: Any, field: str, where: str) -> str:
 
 def _topics() -> Iterator[str]:
     """The documentation topics of the Python language."""
-    for name in sorted(pydoc_data.topics.topics):
-        yield pydoc_data.topics.topics[name]
+    from pydoc_data.topics import topics  # half a megabyte
+
+    for name in sorted(topics):
+        yield topics[name]
 
 
 def _library() -> Iterator[str]:

@@ -85,9 +85,9 @@ def measure(
     """Run every measurement that is not cached in `out`. A failure does not stop the others."""
     results: list[Any] = []
     failures = []
-    for measurement in measurements(model, request, lambda text: progress.show(f"{model.name}  {text}")):
+    for measurement in measurements(model, request, progress.named(model.name)):
         what, start = f"{model.name}  {measurement.title}", time.monotonic()
-        result, how = read_cached(out, measurement, progress.say), "cached"
+        result, how = read_cached(out, measurement, progress.warn), "cached"
         if result is None:
             try:
                 result = measurement.run()
@@ -95,7 +95,7 @@ def measure(
                 raise
             except Exception as error:
                 failures.append(FailedMeasurement(what, error))
-                progress.say(str(failures[-1]))
+                progress.warn(str(failures[-1]))
                 continue
             write_cached(out, measurement, result)
             how = duration(time.monotonic() - start)

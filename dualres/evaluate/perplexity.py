@@ -114,7 +114,8 @@ def score_source(
             done += len(scored)
             progress = documents + len(buffer) * done // len(windows)  # estimated: windows are sorted by length
             rate = short(tokens / max(1e-9, time.monotonic() - start))
-            show(f"{source.name}  {progress:,}/{source.documents:,} documents  {short(tokens)} tokens  {rate} tokens/s")
+            count = f"{progress:,}/{source.documents:,} documents  {short(tokens)} tokens"
+            show(f"{source.name}  {count}  {rate} tokens/s", progress / source.documents)
         documents += len(buffer)
     if tokens == 0:
         raise DataError(

@@ -53,7 +53,8 @@ def validation_loss(
             nats += math.fsum(values)
             done += len(values)
             rate = short(done * context / max(1e-9, time.monotonic() - start))
-            show(f"validation  {short(done * context)}/{short(count * context)} tokens  {rate} tokens/s")
+            text = f"validation  {short(done * context)}/{short(count * context)} tokens  {rate} tokens/s"
+            show(text, done / count)
         if not math.isfinite(nats):
             raise DataError(
                 f"{model.name} has a loss of {nats} in windows {windows[0].document} to {done} of {data}: check its "

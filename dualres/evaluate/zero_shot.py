@@ -204,7 +204,7 @@ class _Hooks:
                 "use another dtype such as float32"
             )
         self.done += 1
-        self.show(f"{self.task}  {self.done:,}/{self.answers:,} answers")
+        self.show(f"{self.task}  {self.done:,}/{self.answers:,} answers", self.done / self.answers)
 
 
 @contextmanager

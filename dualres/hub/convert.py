@@ -198,8 +198,9 @@ def load_decoder(
             reset_part(part, name, model.init_std, seed)
             _init_gates(part, name, seed)
     parameters = {source.tensors[names[name]].name: p.data for name, p in decoder.named_parameters() if name in names}
-    for file in model_folder.weight_files(source.folder):
-        show(f"reading {file.name}")
+    files = model_folder.weight_files(source.folder)
+    for number, file in enumerate(files):
+        show(f"reading {file.name}", number / len(files))
         for name, tensor in load_file(file).items():
             if name in parameters:
                 parameters[name].copy_(tensor)

@@ -4,7 +4,7 @@ import signal
 import subprocess
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -17,6 +17,7 @@ from dualres.report.runs import Group, Run, read_run
 from dualres.train.engines.build import engine_name
 from dualres.train.loop import check_batch, check_vocabulary
 from dualres.train.run_folder import SUMMARY, check_config, check_data, has_started
+from dualres.util.progress import Progress
 
 
 class SuiteRun(NamedTuple):
@@ -102,20 +103,20 @@ def check_start(suite: Suite) -> None:
             raise ConfigError(f"{run.name}: {error}") from None
 
 
-def run_all(suite: Suite, say: Callable[[str], None]) -> list[SuiteRun]:
+def run_all(suite: Suite, progress: Progress) -> list[SuiteRun]:
     """Run everything unfinished, one run after another, each in its own process. -> failed runs"""
     failed = []
     for number, run in enumerate(suite.runs, start=1):
         title = f"run {number}/{len(suite.runs)}  {run.name}"
         if suite.is_finished(run):
-            say(f"{title}: already finished")
+            progress.say(f"{title}: already finished")
             continue
-        say(title)
-        code = _launch(suite, run)
+        progress.say(title)
+        code = _launch(suite, run, progress.verbosity)
         if code != 0:
             failed.append(run)
             reason = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
-            say(f"{run.name} {reason}; continuing with the others")
+            progress.warn(f"{run.name} {reason}; continuing with the others")
         elif not suite.is_finished(run):
             raise KeyboardInterrupt  # it was interrupted, and saved a checkpoint
     return failed
@@ -134,12 +135,13 @@ def group_by_rate(finished: dict[SuiteRun, Run]) -> list[Group]:
     return [Group(scale, method, tuple(runs), {}, rate) for (scale, method, rate), runs in alike.items()]
 
 
-def _launch(suite: Suite, run: SuiteRun) -> int:
+def _launch(suite: Suite, run: SuiteRun, verbosity: int) -> int:
     """Run `dualres train` in its own process. -> exit code"""
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={suite.processes}"]
     command = [sys.executable, *(torchrun if suite.processes > 1 else []), "-m", "dualres", "train"]
     command += [run.scale, run.residual, "--data", str(suite.data), "--out", str(suite.out / run.name)]
     command += ["--device", suite.device] if suite.device else []
+    command += {-1: ["--quiet"], 1: ["--verbose"]}.get(verbosity, [])
     for option, values in (("--set", (*suite.overrides, *run.overrides())), ("--plugin", suite.plugins)):
         command += [word for value in values for word in (option, value)]
     process: subprocess.Popen[bytes] | None = None

@@ -10,7 +10,6 @@ import signal
 import types
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -76,7 +75,7 @@ class Training:
         self.loader = Loader(data, index, "train", context, train.seed)
         self.validation_loader = Loader(data, index, "validation", context, None)
         self.engine: Engine = build_engine(config, world, index.end_of_text)
-        self.checkpoints = Checkpoints(folder / run_folder.CHECKPOINTS, world, train.keep_checkpoints, progress.say)
+        self.checkpoints = Checkpoints(folder / run_folder.CHECKPOINTS, world, train.keep_checkpoints, progress.warn)
         self.throughput = Throughput(config, world.device, world.size)
         self.log: Log | None = None  # of the main rank
         self.step = self.best_step = 0
@@ -105,7 +104,7 @@ class Training:
                 self.progress.end()
 
     def _open_log(self, wandb: str | None) -> None:
-        self.log = Log(self.folder, self.step, self.progress.say, wandb)
+        self.log = Log(self.folder, self.step, self.progress.warn, wandb)
 
     def _one_step(self, stop_requested: Callable[[], bool]) -> bool:
         """Take one training step. -> whether to stop"""
@@ -154,11 +153,8 @@ class Training:
         rate_now, mfu = throughput.tokens_per_second, throughput.utilization
         self.log.write(SPEED, step, seconds=throughput.seconds[-1], tokens_per_second=rate_now, mfu=mfu)
         router = f"  router {losses.router:.3f}" if sparse else ""
-        remaining = timedelta(seconds=round((self.steps - step) * throughput.step_seconds))
-        self.progress.show(
-            f"step {step}/{self.steps}  loss {losses.language:.4f}{router}  {rate_now:,.0f} tokens/s  "
-            f"MFU {mfu:.1%}  ETA {remaining}"
-        )
+        text = f"step {step}/{self.steps}  loss {losses.language:.4f}{router}  {rate_now:,.0f} tokens/s  MFU {mfu:.1%}"
+        self.progress.show(text, step / self.steps)
 
     def _log_health(self) -> None:
         """Stream statistics on the first validation sequences. All ranks run the same, since the model is sharded."""

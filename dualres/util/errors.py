@@ -1,6 +1,10 @@
 """Exceptions that end a command with a message instead of a traceback."""
 
 
+class ConfigError(ValueError):
+    """Raised for an invalid config or argument: the message names the field, the value and the remedy."""
+
+
 class DataError(ValueError):
     """Raised for invalid or corrupted data: the message names the file and the remedy."""
 

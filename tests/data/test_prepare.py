@@ -1,5 +1,6 @@
 """Preparing: the same shards whatever the format, the split, progress, bounded memory."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import tokenizers
 from tokenizers import models
 
 from dualres.cli import main
-from dualres.data.prepare import is_held_out, prepare
+from dualres.data.prepare import Settings, is_held_out, prepare
 from dualres.data.shards import SPLITS, read_index, verify
 from dualres.data.tokenizer import train_bpe
 from tests.data.corpus import (
@@ -80,6 +81,22 @@ def test_a_larger_share_holds_out_the_same_and_more():
     assert sorted(small)[:5] == [51, 148, 158, 244, 273]  # a newer version must not train on what an older one held out
 
 
+def test_the_fraction_of_plain_files_counts_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Before a file is finished, its markup is not counted. The tokenizer is trained on an unknown share."""
+    monkeypatch.setattr("dualres.data.prepare.BATCH_CHARACTERS", 1)
+    (tmp_path / "source").mkdir()
+    rows = [json.dumps({"text": "ä" * 10}, ensure_ascii=False) + "\n"] * 2  # 22 + 12 bytes
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / "source" / name).write_text("".join(rows))
+    shown: list[tuple[str, float | None]] = []
+    wanted = Settings(str(tmp_path / "source"), "bpe:300", held_out=0)
+    prepare(wanted, tmp_path / "out", lambda text, fraction=None: shown.append((text, fraction)))
+    size = (tmp_path / "source" / "a.jsonl").stat().st_size
+    counted = [0, 20, 40, size + 20, size + 40]
+    assert [fraction for text, fraction in shown if text.startswith("tokenizing")] == [n / (2 * size) for n in counted]
+    assert {fraction for text, fraction in shown if text.startswith("training")} == {None}
+
+
 def test_progress_begins_at_zero_and_ends_with_everything(
     tmp_path: Path, folder: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -89,7 +106,7 @@ def test_progress_begins_at_zero_and_ends_with_everything(
     clock = iter(range(100))
     monkeypatch.setattr("time.monotonic", lambda: next(clock))
     shown: list[str] = []
-    index = prepare(settings(folder), tmp_path / "out", shown.append)
+    index = prepare(settings(folder), tmp_path / "out", lambda text, fraction=None: shown.append(text))
     assert files(tmp_path / "out") == files(whole)
     stages = ("training the tokenizer", "tokenizing")
     training, tokenizing = ([text for text in shown if text.startswith(f"{stage}: ")] for stage in stages)

@@ -31,7 +31,7 @@ def source(tmp_path: Path) -> Path:
 def test_two_preparations_in_one_folder(source: Path, tmp_path: Path):
     refusals: list[str] = []
 
-    def second(text: str) -> None:
+    def second(text: str, fraction: float | None = None) -> None:
         if not refusals:
             thread = threading.Thread(target=begin)
             thread.start()

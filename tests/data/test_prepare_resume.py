@@ -92,7 +92,7 @@ def test_resumed_where_it_stopped(interrupted: Path, whole: Path):
     """What was done is not read again, but for the part that was begun."""
     before = {path.name: path.stat().st_mtime_ns for path in (interrupted / "out").glob("*00000.bin")}
     shown: list[str] = []
-    prepare(settings(interrupted / "source"), interrupted / "out", shown.append)
+    prepare(settings(interrupted / "source"), interrupted / "out", lambda text, fraction=None: shown.append(text))
     assert {name: (interrupted / "out" / name).stat().st_mtime_ns for name in before} == before
     assert re.match(r"tokenizing: .*  3 documents  .* tokens  0 characters/s", shown[0])
     assert read_index(interrupted / "out").content == read_index(whole).content
@@ -193,7 +193,7 @@ def test_a_finished_folder_is_left_alone(tmp_path: Path, folder: Path, whole: Pa
     (out / "train-of-thought.bin").touch()
     before = {path.name: (path.stat().st_mtime_ns, path.stat().st_ino, path.stat().st_size) for path in out.iterdir()}
     shown: list[str] = []
-    assert prepare(settings(folder), out, shown.append) == read_index(whole)
+    assert prepare(settings(folder), out, lambda text, fraction=None: shown.append(text)) == read_index(whole)
     after = {path.name: (path.stat().st_mtime_ns, path.stat().st_ino, path.stat().st_size) for path in out.iterdir()}
     assert after == before
     assert shown == []
