@@ -35,6 +35,10 @@ INTRODUCTION = """\
 
 `dualres COMMAND --help` prints the same. A command exits with 0 on success, 1 if a check or a run
 failed, 2 for invalid input, and 130 if it was interrupted. `python -m dualres` is the same program.
+
+Every command takes `-q` or `--quiet`, to print only results and errors, and `-v` or `--verbose`, to
+print every step and the tracebacks of errors. Progress goes to standard error: a bar on a terminal
+(in color, unless `NO_COLOR` is set), otherwise a line every ten seconds.
 """
 
 
@@ -53,7 +57,7 @@ def _section(name: str, command: argparse.ArgumentParser) -> Iterator[str]:
     yield f"## {name}\n"
     yield textwrap.fill(" ".join((command.description or "").split()), 100) + "\n"
     for group in command._action_groups:
-        actions = [action for action in group._group_actions if action.dest != "help"]
+        actions = [action for action in group._group_actions if action.dest not in ("help", "verbosity")]
         if actions:
             rows = "".join(f"| `{_name(action)}` | {action.help} |\n" for action in actions)
             yield f"| {group.title} | meaning |\n|---|---|\n{rows}"

@@ -6,9 +6,11 @@ no import hook and changes no warning filter. `import dualres.hub` registers dua
 """
 
 import importlib
-from typing import TYPE_CHECKING, Any
 
+TYPE_CHECKING = False  # that of typing, whose import takes longer than everything else here
 if TYPE_CHECKING:
+    from typing import Any
+
     from dualres.config.loading import load_config as load_config
     from dualres.config.schema import Config as Config
     from dualres.config.schema import ConfigError as ConfigError
@@ -49,7 +51,7 @@ _HOME = {name: f"dualres.{module}" for module, names in _MODULES.items() for nam
 __all__ = sorted(_HOME)
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> "Any":
     if name == "__version__":
         value = importlib.import_module("dualres.util.version").VERSION
     elif name in _HOME:

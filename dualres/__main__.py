@@ -1,5 +1,42 @@
-"""`python -m dualres` is `dualres`."""
+"""`python -m dualres`, and the console script `dualres`.
 
-from dualres.cli import run
+Ctrl-C is handled before anything else is imported: an interrupted import of torch would print a long traceback, or
+ignore the interruption.
+"""
 
-run()
+import os
+import signal
+import sys
+from types import FrameType
+
+
+def run() -> None:
+    """Run the command line. Characters that the terminal cannot show, such as × or ρ, become question marks."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # background jobs of a shell ignore it
+        signal.signal(signal.SIGINT, _interrupt)
+    import io
+
+    from dualres import cli
+    from dualres.util import optional_dependencies
+
+    optional_dependencies.on_demand = True
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # read by transformers when a command imports it
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+    sys.exit(cli.main())
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """End the process at once during an import, with an exception elsewhere."""
+    while frame is not None:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            os.write(2, b"dualres: interrupted\n")
+            os._exit(130)
+        frame = frame.f_back
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    run()

@@ -1,24 +1,25 @@
 """The command line; `dualres COMMAND --help` explains each command.
 
-Command modules declare their arguments without importing torch; a command imports what it needs when it runs.
+A command's module is imported when the command is used, and declares its arguments without importing torch or NumPy;
+what the command needs is imported when it runs.
 """
 
 import argparse
 import errno
 import importlib
-import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any
 
 from dualres.config.plugins import load_plugins
-from dualres.config.schema import ConfigError
-from dualres.config.validation import did_you_mean
+from dualres.config.validation import proposing
 from dualres.util import optional_dependencies
-from dualres.util.errors import DataError, ModelError, TrainError
+from dualres.util.errors import ConfigError, DataError, ModelError, TrainError
 from dualres.util.progress import say_as
-from dualres.util.version import VERSION
 
+QUIET, VERBOSE = ("-q", "--quiet"), ("-v", "--verbose")  # before or after the command
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 COMMANDS = {  # name -> module in dualres.commands, in the order of the help
     "params": "params",
@@ -39,37 +40,36 @@ COMMANDS = {  # name -> module in dualres.commands, in the order of the help
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. -> exit code: 0 success, 1 a check or a run failed, 2 invalid input, 130 interrupted"""
+    verbose = False
     try:
         args = parse(sys.argv[1:] if argv is None else argv)
+        verbose = args.verbosity > 0
+        if verbose:
+            import logging
+
+            logging.basicConfig(level=logging.INFO)
         code: int = args.command(args)
         sys.stdout.flush()
         return code
     except (ConfigError, DataError, ModelError, optional_dependencies.MissingExtraError) as error:
-        return _failed(error, 2)
+        return _failed(error, 2, verbose)
     except TrainError as error:
-        return _failed(error, 1)
+        return _failed(error, 1, verbose)
     except BrokenPipeError:  # the reader, such as `head`, has exited
         sys.stderr.close()
         return 0
     except OSError as error:
         remedy = ": free some space there and rerun the command" if error.errno in NO_SPACE else ""
-        return _failed(f"cannot read or write: {error}{remedy}", 1)
+        return _failed(f"cannot read or write: {error}{remedy}", 1, verbose)
     except KeyboardInterrupt:
-        return _failed("interrupted", 130)
+        return _failed("interrupted", 130, verbose)
 
 
-def run() -> None:
-    """The console script. Characters that the terminal cannot show, such as × or ρ, become question marks."""
-    optional_dependencies.on_demand = True
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # read by transformers when a command imports it
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
-    sys.exit(main())
+def _failed(message: object, code: int, verbose: bool) -> int:
+    if verbose:
+        import traceback
 
-
-def _failed(message: object, code: int) -> int:
+        traceback.print_exc()
     say_as(os.environ.get("RANK", "0"), message)
     return code
 
@@ -77,16 +77,18 @@ def _failed(message: object, code: int) -> int:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command line; an unknown argument exits with the usage of its command and the closest valid option."""
     load_plugins(named_plugins(argv))  # before the modules of the commands list all methods in their help
-    parser, commands = make_parser()
     name = next((word for word in argv if not word.startswith("-")), None)
-    if name is not None and name not in commands:
-        parser.error("; ".join(filter(None, [f"unknown command {name}", did_you_mean(name, list(commands))])))
+    leading = argv if name is None else argv[: argv.index(name)]
+    # Only the main help, which may be abbreviated, needs the parsers of all commands.
+    is_help = any(word not in (*QUIET, *VERBOSE, "--version") for word in leading)
+    parser, commands = make_parser(COMMANDS if is_help else [name] if name in COMMANDS else [])
+    if name is not None and name not in COMMANDS:
+        parser.error(proposing(f"unknown command {name}", name, COMMANDS))
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         command = commands[args.name]
         options = [option for action in command._actions for option in action.option_strings]
-        remedy = did_you_mean(unknown[0].split("=")[0], options)
-        command.error("; ".join(filter(None, [f"unrecognized arguments: {' '.join(unknown)}", remedy])))
+        command.error(proposing(f"unrecognized arguments: {' '.join(unknown)}", unknown[0].split("=")[0], options))
     return args
 
 
@@ -97,18 +99,19 @@ def named_plugins(argv: Sequence[str]) -> list[str]:
     return list(scanner.parse_known_args(argv)[0].plugin)
 
 
-def make_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
-    """The main parser, and the parser of each command by name."""
-    parser = argparse.ArgumentParser(
+def make_parser(names: Iterable[str] = COMMANDS) -> tuple["Parser", dict[str, "Parser"]]:
+    """The main parser, and the parsers of these commands by name."""
+    parser = Parser(
         prog="dualres",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="The residual pathway of a Transformer as a replaceable part.",
         epilog="start with:\n  dualres params\n  dualres describe nano dar-block\n  dualres train nano dar-block",
     )
-    parser.add_argument("--version", action="version", version=f"dualres {VERSION}")
+    parser.add_argument("--version", nargs=0, action=_Version, help="show the version and exit")
+    _add_verbosity(parser, default=0)
     commands = parser.add_subparsers(metavar="COMMAND", dest="name", required=True)
-    for name, module in COMMANDS.items():
-        command = importlib.import_module(f"dualres.commands.{module}")
+    for name in names:
+        command = importlib.import_module(f"dualres.commands.{COMMANDS[name]}")
         summary, _, description = (command.__doc__ or "").partition("\n\n")
         subparser = commands.add_parser(
             name,
@@ -118,5 +121,32 @@ def make_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentP
             epilog=command.EPILOG,
         )
         command.add_arguments(subparser)
+        _add_verbosity(subparser, default=argparse.SUPPRESS)  # else it would undo an option before the command
         subparser.set_defaults(command=command.run)
     return parser, commands.choices
+
+
+class Parser(argparse.ArgumentParser):
+    """Proposes the closest choice if there is no such one."""
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            message = f"invalid choice {value!r}, use {', '.join(map(str, action.choices))}"
+            raise argparse.ArgumentError(action, proposing(message, value, action.choices))
+
+
+class _Version(argparse.Action):
+    """Looks the version up, which takes time, only to print it."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from dualres.util.version import VERSION
+
+        print(f"dualres {VERSION}")
+        parser.exit()
+
+
+def _add_verbosity(parser: argparse.ArgumentParser, default: Any) -> None:
+    either = parser.add_mutually_exclusive_group()
+    add = partial(either.add_argument, dest="verbosity", action="store_const", default=default)
+    add(*QUIET, const=-1, help="print only results and errors")
+    add(*VERBOSE, const=1, help="print every step, and tracebacks of errors")

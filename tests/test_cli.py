@@ -135,21 +135,35 @@ def test_the_reference_page_is_current():
 LIGHT = """
 import contextlib, io, sys
 from dualres import cli
+HEAVY = {"torch", "numpy", "transformers", "tokenizers", "matplotlib", "numba", "jinja2", "safetensors"}
+
+def ends(arguments, code, shows, modules):
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
+        try:
+            cli.main(arguments)
+        except SystemExit as ended:
+            assert ended.code == code, (arguments, text.getvalue())
+    assert shows in text.getvalue(), (arguments, text.getvalue())
+    assert not HEAVY & set(sys.modules), (arguments, HEAVY & set(sys.modules))
+    loaded = {name for name in cli.COMMANDS if f"dualres.commands.{cli.COMMANDS[name]}" in sys.modules}
+    assert loaded <= modules, (arguments, loaded)
+
+ends(["--version"], 0, "dualres ", set())
+ends([], 2, "required: COMMAND", set())
+ends(["trian"], 2, "did you mean train?", set())
+seen = {"prepare", "train"}  # train may prepare data, and suite trains
 for name in cli.COMMANDS:
-    for arguments, code in (["--help"], 0), (["a", "b", "c", "--no-such-flag"], 2):
-        text = io.StringIO()
-        with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
-            try:
-                cli.main([name, *arguments])
-            except SystemExit as ended:
-                assert ended.code == code, (name, arguments, text.getvalue())
-        assert f"usage: dualres {name}" in text.getvalue(), (name, arguments, text.getvalue())
-    assert "torch" not in sys.modules, name
-    assert "transformers" not in sys.modules, name
+    seen.add(name)
+    ends([name, "--help"], 0, f"usage: dualres {name}", seen)
+    ends(["-q", name, "a", "b", "c", "--no-such-flag"], 2, f"usage: dualres {name}", seen)
+ends(["--help"], 0, "start with", seen)
+ends(["--no-such-flag", "describe", "a", "b"], 2, "unrecognized arguments: --no-such-flag", seen)
 """
 
 
 def test_no_help_and_no_typo_imports_torch():
+    """Nor anything else that takes long, nor other commands."""
     done = subprocess.run([sys.executable, "-c", LIGHT], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
@@ -161,6 +175,13 @@ def test_no_help_and_no_typo_imports_torch():
         (["xyzzy"], ["unknown command xyzzy\n"]),
         (["describe", "nano", "dar-block", "--jsn"], ["usage: dualres describe", "--jsn; did you mean --json?"]),
         (["generate", "run", "x", "--temprature=1"], ["usage: dualres generate", "did you mean --temperature?"]),
+        (["train", "nano"], ["usage: dualres train", "required: RESIDUAL"]),
+        (
+            ["export", "run", "x", "--checkpoint", "lst"],
+            ["usage: dualres export", "use last, best; did you mean last?"],
+        ),
+        (["evaluate", "run", "--dtype", "bflot16"], ["usage: dualres evaluate", "did you mean bfloat16?"]),
+        (["describe", "nano", "dar-block", "-q", "-v"], ["usage: dualres describe", "not allowed with"]),
     ],
     ids=str,
 )
@@ -170,6 +191,89 @@ def test_the_nearest_word_is_proposed(arguments: list[str], says: list[str], cap
     assert ended.value.code == 2
     shown = capsys.readouterr().err
     assert [part for part in says if part not in shown] == []
+
+
+MISTYPED = {
+    "scale": (["describe", "nanno", "dar-block"], "did you mean nano?"),
+    "residual": (["describe", "nano", "dar-blok"], "did you mean dar-block?"),
+    "method": (["describe", "nano", "dar-block", "--set", "residual.method=dar-blok"], "did you mean dar-block?"),
+    "option": (["describe", "nano", "dar-block", "--set", "residual.branch_per_block=2"], "branches_per_block?"),
+    "section": (["describe", "nano", "dar-block", "--set", "modle.layers=2"], "did you mean model?"),
+    "key": (
+        ["describe", "nano", "dar-block", "--set", "train.parallel.tensr=2"],
+        "did you mean train.parallel.tensor?",
+    ),
+    "value": (["describe", "nano", "dar-block", "--set", "train.engine=fdsp2"], "did you mean fsdp2?"),
+    "residuals": (["suite", "nano", "--residuals", "standard,dar-blok"], "did you mean dar-block?"),
+    "preset": (["suite", "size-swep"], "did you mean size-sweep?"),
+    "at": (["suite", "size-sweep", "--at", "nanno"], "did you mean nano?"),
+    "source": (["prepare", "pyton", "out"], "did you mean python?"),
+    "tokenizer": (["prepare", "python", "out", "--tokenizer", "teken"], "did you mean tekken?"),
+    "task": (["evaluate", "run", "--zero-shot", "piqa,helaswag"], "did you mean hellaswag?"),
+    "data": (["evaluate", "run", "--validation", "data/pyton"], "did you mean data/python?"),
+    "run": (["generate", "runs/nano-dar-blok", "x"], "did you mean runs/nano-dar-block?"),
+}
+
+
+@pytest.mark.parametrize("what", MISTYPED)
+def test_the_nearest_name_is_proposed(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs/nano-dar-block").mkdir(parents=True)
+    (tmp_path / "data/python").mkdir(parents=True)
+    arguments, proposal = MISTYPED[what]
+    assert main(arguments) == 2
+    shown = capsys.readouterr().err
+    assert proposal in shown
+    assert shown.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [["-v", "describe", "nano", "x"], ["describe", "nano", "x", "--verbose"]])
+def test_verbose_shows_where_an_error_was_raised(arguments: list[str], capsys: pytest.CaptureFixture[str]):
+    assert main(arguments) == 2
+    shown = capsys.readouterr().err
+    assert "Traceback" in shown
+    assert shown.splitlines()[-1].startswith("dualres: no residual 'x'")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"), [([], True), (["-q"], False), (["--quiet"], False)], ids=["normal", "quiet", "long"]
+)
+@pytest.mark.parametrize("before", [True, False], ids=["before the command", "after it"])
+def test_quiet_prints_only_results(
+    arguments: list[str], shown: bool, before: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "text.txt").write_text("some text\n\n" * 50)
+    command = ["prepare", str(tmp_path / "text.txt"), str(tmp_path / "out"), "--tokenizer", "bytes", "--held-out", "0"]
+    assert main([*arguments, *command] if before else [*command, *arguments]) == 0
+    out, err = capsys.readouterr()
+    assert "wrote" in out
+    assert ("tokenizing" in err) == shown
+
+
+@pytest.mark.parametrize("module", ["dualres", "torch"])
+def test_an_interrupted_import_is_one_line(module: str, tmp_path: Path):
+    """Ctrl-C where an exception would be ignored, as in a weak reference's callback, and a traceback printed."""
+    (tmp_path / f"{module}.py").write_text(
+        "import signal, weakref\n"
+        "class Thing: pass\n"
+        "thing = Thing()\n"
+        "reference = weakref.ref(thing, lambda _: signal.raise_signal(signal.SIGINT))\n"
+        "del thing\n"
+    )
+    program = (
+        "import signal\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # ignored if the tests run in the background
+        "from dualres import __main__\n"
+        "import sys\n"
+        f"sys.path.insert(0, {str(tmp_path)!r})\n"
+        f"sys.modules.pop({module!r}, None)\n"
+        "sys.argv[1:] = ['describe', 'nano', 'dar-block']\n"
+        "__main__.run()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (130, "dualres: interrupted\n")
 
 
 def test_an_interrupted_start_is_one_line(tmp_path: Path):

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from safetensors import SafetensorError, safe_open
 
 from dualres.config.schema import ConfigError, ModelConfig, ResidualConfig
-from dualres.config.validation import convert
+from dualres.config.validation import convert, proposing_path
 from dualres.data.shards import TOKENIZER
 from dualres.model.decoder import Decoder, build_decoder
 from dualres.residual import registry
@@ -68,7 +68,8 @@ def read_saved(folder: Path) -> Saved:
         if not isinstance(config, dict):
             raise ValueError("it is not a mapping")
     except FileNotFoundError:
-        raise ModelError(f"{folder} has no {CONFIG}: pass the folder of a run or of a saved model") from None
+        message = f"{folder} has no {CONFIG}: pass the folder of a run or of a saved model"
+        raise ModelError(proposing_path(message, folder)) from None
     except (ValueError, UnicodeDecodeError) as error:
         raise ModelError(f"{path} cannot be read ({error}): restore it") from None
     return Saved(folder, config, stored_tensors(folder))

@@ -274,17 +274,17 @@ def test_commands(made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 CONSOLE = """
 import sys
-from dualres import cli
+from dualres.__main__ import run
 
 def command(*words):
     sys.argv = ["dualres", *words]
     try:
-        cli.run()
+        run()
     except SystemExit as ended:
         assert ended.code == 0
 
-run, exported, out = sys.argv[1:]
-command("generate", run, "x", "--tokens", "2")
+trained, exported, out = sys.argv[1:]
+command("generate", trained, "x", "--tokens", "2")
 assert "transformers" not in sys.modules
 command("convert", exported, out, "--residual", "dar-block")
 """
