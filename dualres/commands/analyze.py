@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from dualres.commands import arguments
 from dualres.config.schema import ConfigError
 from dualres.util.errors import DataError, ModelError
+from dualres.util.optional_dependencies import available, missing
 from dualres.util.progress import Progress
 from dualres.util.tables import table
 
@@ -60,18 +61,21 @@ def run(args: argparse.Namespace) -> int:
     arguments.check_positive(args, "sequences", "length", "last", "retrieval_sequences")
     if args.out.is_file():
         raise ConfigError(f"--out {args.out} is a file: use a folder")
-    from dualres.analyze import figures
     from dualres.analyze.analysis import FOLDER
 
     data = {name: _data_for(folder, args.data) for name, folder in models.items()}  # fail before the first analysis
     progress = Progress(args.verbosity)
+    if not available("matplotlib"):
+        progress.say(f"{missing('matplotlib', 'plots', 'drawing figures')}; writing their data only")
     analyses = {}
     for name, folder in models.items():
         analyses[name] = _analyze(name, folder, data[name], args, progress)
         gc.collect()  # free the model before loading the next
     print(summary(analyses))
     outputs = [folder / FOLDER for folder in models.values()]
-    if len(models) > 1:
+    if len(models) > 1 and available("matplotlib"):
+        from dualres.analyze import figures
+
         progress.show("drawing all models together")
         figures.draw_together(analyses, args.out)
         outputs.append(args.out)
@@ -100,11 +104,11 @@ def _analyze(name: str, folder: Path, data: Path, args: argparse.Namespace, prog
     """Analyze one model, or read its analysis if the settings are the same."""
     import numpy as np
 
-    from dualres.analyze import figures
     from dualres.analyze.analysis import FOLDER, AnalysisProtocol, analyze, read_analysis, write_analysis
     from dualres.data import shards
     from dualres.data.loader import Loader
     from dualres.hub.open_model import open_model
+    from dualres.ops import dispatch
     from dualres.train.metrics import METRICS, read_rows
     from dualres.util.version import VERSION
 
@@ -114,6 +118,7 @@ def _analyze(name: str, folder: Path, data: Path, args: argparse.Namespace, prog
     model.require_tokenizer()
     model.check_tokens(data)
     decoder = model.decoder
+    dispatch.announce(model.device, progress.say)
     shards.verify(data, dataclasses.replace(index, train=()), decoder.config.vocab_size)
     length = args.length or min(decoder.config.context, MAX_LENGTH)
     if length > decoder.config.context:
@@ -140,8 +145,7 @@ def _analyze(name: str, folder: Path, data: Path, args: argparse.Namespace, prog
         previous = None
     if previous is not None and previous.about.get("key") == key:
         progress.say(f"{name}: already analyzed; see {folder / FOLDER}")
-        if not figures.is_drawn(previous, folder / FOLDER):
-            figures.draw_one(previous, folder / FOLDER)
+        _draw(previous, folder / FOLDER)
         return previous
     about = {
         "model": name,
@@ -161,8 +165,18 @@ def _analyze(name: str, folder: Path, data: Path, args: argparse.Namespace, prog
         analysis.arrays["router_curve"] = np.array(curve, np.float64)
     write_analysis(folder / FOLDER, analysis)
     progress.show(f"{name}  drawing")
-    figures.draw_one(analysis, folder / FOLDER)
+    _draw(analysis, folder / FOLDER, again=True)
     return analysis
+
+
+def _draw(analysis: "Analysis", folder: Path, again: bool = False) -> None:
+    """Draw the figures that are missing, or all of them `again`, if matplotlib is installed."""
+    if not available("matplotlib"):
+        return
+    from dualres.analyze import figures
+
+    if again or not figures.is_drawn(analysis, folder):
+        figures.draw_one(analysis, folder)
 
 
 def summary(analyses: "Mapping[str, Analysis]") -> str:

@@ -131,6 +131,7 @@ def _measure_all(
     import torch
 
     from dualres.evaluate.evaluation import FailedMeasurement, measure
+    from dualres.ops import dispatch
 
     results, failures = [], []
     for name, path in models.items():
@@ -143,6 +144,7 @@ def _measure_all(
             failures.append(FailedMeasurement(f"{name}  loading", error))
             progress.warn(str(failures[-1]))
             continue
+        dispatch.announce(model.device, progress.say)
         result, failed = measure(model, request, args.out, progress)
         results.append(result)
         failures += failed

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from dualres.commands import arguments
 from dualres.config.schema import ConfigError
+from dualres.util.progress import Progress
 
 EPILOG = 'example:\n  dualres generate runs/nano-dar-block "def main(" --temperature 0.8'
 
@@ -33,7 +34,9 @@ def run(args: argparse.Namespace) -> int:
     except UnicodeEncodeError as error:
         raise ConfigError(f"the prompt is not valid UTF-8 at character {error.start}: encode it as UTF-8") from None
     from dualres.hub.open_model import open_model
+    from dualres.ops import dispatch
 
     model = open_model(args.model, checkpoint=args.checkpoint)
+    dispatch.announce(model.device, Progress(args.verbosity).say)
     print(model.sample(args.prompt, args.tokens, args.temperature, args.seed))
     return 0

@@ -21,6 +21,7 @@ from dualres.commands import arguments
 from dualres.config.schema import ConfigError
 from dualres.util.atomic_files import partial_of, write_text
 from dualres.util.errors import DataError, TrainError
+from dualres.util.optional_dependencies import available, missing
 from dualres.util.progress import Progress, say_as
 
 DEFAULT_OUT, DEFAULT_SECONDS = Path("report.html"), 30
@@ -58,7 +59,10 @@ def run(args: argparse.Namespace) -> int:
     options += ["--no-samples"] if args.no_samples else []
     options += [part for module in args.plugin for part in ("--plugin", module)]
     command = shlex.join(["dualres", "report", *map(str, args.runs), *options, "-o", str(args.out)])
-    progress = Progress(quiet=args.watch is not None)  # samples are remembered
+    progress = Progress(args.verbosity, muted=args.watch is not None)  # samples are remembered
+    if not available("matplotlib"):
+        needed = missing("matplotlib", "plots", "drawing figures")
+        progress.warn(f"{needed}; the page has none of analyses, and curves only where scripts run")
 
     def write(refresh: float | None) -> None:
         text = make_page(

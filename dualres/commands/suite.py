@@ -16,6 +16,7 @@ from dualres.config.loading import load_config, names, short_name
 from dualres.config.schema import ConfigError
 from dualres.config.validation import proposing
 from dualres.util.atomic_files import write_json, write_text
+from dualres.util.optional_dependencies import available, missing
 from dualres.util.progress import Progress
 from dualres.util.tables import table
 
@@ -80,10 +81,15 @@ def run(args: argparse.Namespace) -> int:
         runs = [{**run._asdict(), **(result.summary or {})} for run, result in finished.items()]
         settings = {"data": str(suite.data), "overrides": suite.overrides, "base": BASE}
         write_json(suite.out / RESULTS, {**settings, "rows": comparison.as_data(rows), "runs": runs})
-        curves = charts.draw(charts.loss_charts(groups))
-        for name in CURVES:
-            curves.savefig(suite.out / name, dpi=150)
-        print(f"\nwrote {', '.join(str(suite.out / name) for name in (TABLE, RESULTS, *CURVES))}")
+        files = [TABLE, RESULTS]
+        if available("matplotlib"):
+            curves = charts.draw(charts.loss_charts(groups))
+            for name in CURVES:
+                curves.savefig(suite.out / name, dpi=150)
+            files += CURVES
+        else:
+            progress.say(missing("matplotlib", "plots", "drawing the loss curves"))
+        print(f"\nwrote {', '.join(str(suite.out / name) for name in files)}")
     if not finished:
         remedy = ": run the command without --table to train them" if args.table else ""
         progress.warn(f"dualres: no run of this suite is finished in {suite.out}{remedy}")

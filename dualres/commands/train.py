@@ -18,7 +18,7 @@ from dualres.config.schema import Config, ConfigError
 from dualres.data.settings import PYTHON, Settings
 from dualres.plan.hardware import GIB, Hardware
 from dualres.train.launch import launch_command
-from dualres.util.optional_dependencies import install
+from dualres.util.optional_dependencies import available, install, missing
 from dualres.util.progress import Progress, short
 
 if TYPE_CHECKING:
@@ -134,8 +134,10 @@ def ensure_default_data(data: Path, progress: Progress) -> None:
 
 
 def introduce(config: Config, args: argparse.Namespace, out: Path, world: "World", progress: Progress) -> None:
-    """Print what is trained, where, and which settings of the recipe are not used."""
+    """Print what is trained, where, which settings of the recipe are not used, and which extras would help."""
+    from dualres.ops import dispatch
     from dualres.train.engines.build import engine_name
+    from dualres.train.metrics import METRICS
     from dualres.train.preflight import other_dataset, unused_mesh
 
     progress.say(
@@ -146,3 +148,7 @@ def introduce(config: Config, args: argparse.Namespace, out: Path, world: "World
         progress.say(f"{args.data} is Python's standard library{other}")
     if (unused := unused_mesh(config, engine_name(config, world.size))) is not None:
         progress.say(unused)
+    dispatch.announce(world.device, progress.say)
+    if not available("tensorboard"):
+        needed = missing("tensorboard", "tensorboard", "logging to TensorBoard")
+        progress.say(f"{needed}; metrics are written to {out / METRICS} only")

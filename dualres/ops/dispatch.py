@@ -6,11 +6,10 @@ DUALRES_OPS=reference, cpu or triton forces one kind everywhere (triton on a CPU
 import contextlib
 import functools
 import importlib
-import importlib.util
 import os
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, get_args
 
 import torch
@@ -18,11 +17,16 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from dualres.ops import checks
+from dualres.util.optional_dependencies import available, install
 
 Kind = Literal["reference", "cpu", "triton"]
 KINDS = get_args(Kind)
 BY_DEVICE: dict[str, Kind] = {"cpu": "cpu", "cuda": "triton"}  # ROCm devices are also called cuda
 PACKAGES: dict[Kind, str] = {"cpu": "numba", "triton": "triton"}
+REMEDIES: dict[Kind, str] = {
+    "cpu": f"{install('cpu')} in a clone of dualres, or pip install numba",
+    "triton": "pip install triton",
+}
 # The operators' namespace in `torch.ops`: dualres. Registering a name again frees the first operator, so code bundled
 # with an exported model has one of its own, the name of its module in ASCII.
 NAMESPACE = re.sub(r"[^0-9A-Za-z_]", lambda m: f"_{ord(m[0]):x}_", __name__.removesuffix(".ops.dispatch"))
@@ -31,10 +35,11 @@ INTERPRETED = ("1", "true", "on")  # values of TRITON_INTERPRET that enable it
 
 def _installed(kind: Kind) -> bool:
     """Whether the kernels and their compiler are installed; code bundled with an exported model has no kernels."""
-    return all(importlib.util.find_spec(name) is not None for name in (f"{__package__}.{kind}", PACKAGES[kind]))
+    return available(f"{__package__}.{kind}") and available(PACKAGES[kind])
 
 
 INSTALLED = {kind: _installed(kind) for kind in PACKAGES}
+_noted: set[Kind] = set()  # the kinds whose absence was said
 FORCED: Any = os.environ.get("DUALRES_OPS") or None
 if FORCED not in (None, *KINDS):
     raise ValueError(f"DUALRES_OPS={FORCED!r} is unknown: use one of {', '.join(KINDS)}, or leave it unset")
@@ -107,13 +112,19 @@ def module(kind: Kind) -> Any:
         ) from error
 
 
-@functools.cache
-def note(kind: Kind) -> None:
-    """Warn once that the kernels, or the package that compiles them, are missing."""
-    kernels_exist = importlib.util.find_spec(f"{__package__}.{kind}") is not None
+def announce(device: torch.device, say: Callable[[str], None]) -> None:
+    """Say now, instead of warning later, that operators on this device will run as plain PyTorch."""
+    backend = FORCED or BY_DEVICE.get(device.type, "reference")
+    if backend != "reference" and not INSTALLED[backend]:
+        note(backend, say)
+
+
+def note(kind: Kind, say: Callable[[str], None] = warnings.warn) -> None:
+    """Say once that the kernels, or the package that compiles them, are missing."""
+    if kind in _noted:
+        return
+    _noted.add(kind)
+    kernels_exist = available(f"{__package__}.{kind}")
     missing = PACKAGES[kind] if kernels_exist else "dualres"
-    remedy = f"pip install {missing}" if kernels_exist else "install dualres from its repository"
-    warnings.warn(
-        f"{missing} is not installed, so residual pathways run as plain PyTorch, slower and with more memory: {remedy}",
-        stacklevel=2,
-    )
+    remedy = REMEDIES[kind] if kernels_exist else "install dualres from its repository"
+    say(f"{missing} is not installed, so residual pathways run as plain PyTorch, slower and with more memory: {remedy}")

@@ -2,16 +2,17 @@
 
 import io
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import matplotlib
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter
 
 from dualres.report.runs import Curve, Group, Run
 from dualres.util.curves import COLORS, STYLES, smooth
+from dualres.util.optional_dependencies import need
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 MAX_POINTS = 600  # of a curve
 STATIC_POINTS = 200  # of a curve in a figure, which cannot be enlarged
@@ -62,9 +63,10 @@ def as_data(chart: Chart) -> dict[str, Any]:
     return {**chart._asdict(), "series": series}
 
 
-def draw(charts: Sequence[Chart], titles: bool = True) -> Figure:
+def draw(charts: Sequence[Chart], titles: bool = True) -> "Figure":
     """The charts side by side: mean over seeds with its range, individual runs' values as points."""
-    figure = Figure(figsize=(8.0 * len(charts), 4.4), layout="constrained")
+    matplotlib = need("matplotlib.figure", "plots", "drawing curves")
+    figure: Figure = matplotlib.Figure(figsize=(8.0 * len(charts), 4.4), layout="constrained")
     axes: Any = figure.subplots(1, len(charts), squeeze=False)
     for axis, chart in zip(axes[0], charts, strict=True):
         _draw(axis, chart)
@@ -76,12 +78,15 @@ def draw(charts: Sequence[Chart], titles: bool = True) -> Figure:
 def as_svg(chart: Chart) -> str:
     """The chart as SVG, for readers without scripts; equal runs give equal bytes."""
     svg = io.StringIO()
+    matplotlib = need("matplotlib", "plots", "drawing curves")
     with matplotlib.rc_context({"svg.hashsalt": "dualres"}):
         draw([chart], titles=False).savefig(svg, format="svg", metadata={"Date": None})
     return svg.getvalue()
 
 
-def _draw(axis: Axes, chart: Chart) -> None:
+def _draw(axis: "Axes", chart: Chart) -> None:
+    from matplotlib.ticker import EngFormatter
+
     start = EARLY * max(series.x[-1] for series in chart.series)
     late = [] if chart.reference is None else [chart.reference]  # values after the initial drop
     for series in chart.series:

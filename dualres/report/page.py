@@ -16,7 +16,6 @@ from jinja2 import Environment, TemplateError
 from markupsafe import Markup
 
 from dualres.analyze.analysis import FOLDER, Analysis, read_analysis
-from dualres.analyze.figures import sections
 from dualres.config.schema import ConfigError
 from dualres.config.validation import choices
 from dualres.evaluate.tables import REFERENCE, TableCell
@@ -26,6 +25,7 @@ from dualres.report.reproduce import as_yaml, command
 from dualres.report.runs import BASE, Group, Run, find_runs, group_runs
 from dualres.train.provenance import Start
 from dualres.util.curves import COLORS, WINDOW
+from dualres.util.optional_dependencies import available, missing
 from dualres.util.progress import Show, duration, plural, silent
 from dualres.util.templates import environment
 from dualres.util.version import VERSION
@@ -161,7 +161,7 @@ def _environment() -> Environment:
         "base64": lambda text: base64.b64encode(text.encode()).decode(),
         "command": _command,
         "listed": listed,
-        "svg": charts.as_svg,
+        "svg": lambda chart: charts.as_svg(chart) if available("matplotlib") else "",
         "themed": _themed,
         "took": _took,
         "windows": _windows,
@@ -234,7 +234,14 @@ def _analyses(groups: Sequence[Group]) -> dict[str, Any]:
                 shown.append(f"{name} (seed {run.seed}, {run.folder.name})")
                 break
     protocols = list(dict.fromkeys(analysis.protocol() for analysis in analyses.values()))
-    return {"shown": shown, "protocols": protocols, "sections": sections(analyses) if analyses else []}
+    figures = {"sections": [], "missing": ""}
+    if analyses and available("matplotlib"):
+        from dualres.analyze.figures import sections
+
+        figures["sections"] = sections(analyses)
+    elif analyses:
+        figures["missing"] = missing("matplotlib", "plots", "drawing them")
+    return {"shown": shown, "protocols": protocols, **figures}
 
 
 def _is_wide(svg: str) -> bool:

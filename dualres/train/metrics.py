@@ -9,17 +9,19 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.tensorboard import SummaryWriter
 
 from dualres.config.schema import Config
 from dualres.model.accounting import flops_per_token
 from dualres.model.decoder import build_decoder
 from dualres.util.atomic_files import flush, naming, write_text
 from dualres.util.errors import TrainError
-from dualres.util.optional_dependencies import need
+from dualres.util.optional_dependencies import available, need
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 METRICS, SPEED, TENSORBOARD, WANDB_ID = "metrics.jsonl", "speed.jsonl", "tensorboard", "wandb-id.txt"
 MEASURED_WIDTH, MEASURED_SECONDS = 1024, 0.3
@@ -36,8 +38,11 @@ class Log:
             truncate(folder / name, step)
             self.files[name] = (folder / name).open("a", encoding="utf-8")
         self.board: SummaryWriter | None = None
-        with self._optional_board():
-            self.board = SummaryWriter(str(folder / TENSORBOARD), purge_step=step + 1)
+        if available("tensorboard"):
+            from torch.utils import tensorboard
+
+            with self._optional_board():
+                self.board = tensorboard.SummaryWriter(str(folder / TENSORBOARD), purge_step=step + 1)
         self.wandb = _wandb(folder, wandb_project) if wandb_project else None
 
     def write(self, name: str, step: int, **values: Any) -> None:

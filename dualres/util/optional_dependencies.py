@@ -1,6 +1,7 @@
 """Packages that only some features need, installed as extras of dualres."""
 
 import importlib
+import importlib.util
 from typing import Any
 
 # Set by the command line: then only commands that need `transformers`, which takes seconds to import, import it.
@@ -9,6 +10,11 @@ on_demand = False
 
 class MissingExtraError(ImportError):
     """Raised if a package of an extra is not installed."""
+
+
+def available(package: str) -> bool:
+    """Whether a package is installed, without importing it."""
+    return importlib.util.find_spec(package) is not None
 
 
 def need(module: str, extra: str, purpose: str) -> Any:

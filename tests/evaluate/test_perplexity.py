@@ -190,13 +190,18 @@ def test_neither_does_the_buffer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     model, source = tiny_model(), source_of(tmp_path, TEXTS)
     whole = score(model, source)
     monkeypatch.setattr(perplexity, "BUFFER", 50)
-    shown: list[str] = []
-    found = perplexity.score_source(model, source, batch=Batch(3, CONTEXT), show=shown.append)
+    shown: list[tuple[str, float | None]] = []
+    found = perplexity.score_source(
+        model, source, batch=Batch(3, CONTEXT), show=lambda text, fraction=None: shown.append((text, fraction))
+    )
     assert found._replace(nats=0) == whole._replace(nats=0)
     assert found.nats == pytest.approx(whole.nats, rel=1e-6)
-    assert shown[0].startswith("some  ")
-    assert f"{len(TEXTS)}/{len(TEXTS)} documents  " in shown[-1]
-    assert shown[-1].endswith(" tokens/s")
+    (first, started), *_, (last, ended) = shown
+    assert first.startswith("some  ")
+    assert f"{len(TEXTS)}/{len(TEXTS)} documents  " in last
+    assert last.endswith(" tokens/s")
+    assert started is not None
+    assert 0 < started < ended == 1
 
 
 def test_special_tokens_of_a_text_are_text(tmp_path: Path):

@@ -70,11 +70,18 @@ def test_against_plain_transformers(data: Path, asked: int | None):
     model, tokens = tiny_model(context=CONTEXT), held_out(data)
     every = (len(tokens) - 1) // CONTEXT
     windows = every if asked is None else min(every, max(1, asked // CONTEXT))
-    shown: list[str] = []
-    found = validation_loss(model, data, batch=Batch(64, CONTEXT), tokens=asked, show=shown.append)
+    shown: list[tuple[str, float | None]] = []
+    found = validation_loss(
+        model,
+        data,
+        batch=Batch(64, CONTEXT),
+        tokens=asked,
+        show=lambda text, fraction=None: shown.append((text, fraction)),
+    )
     assert found.tokens == windows * CONTEXT
     assert found.loss == pytest.approx(by_hand(model, tokens, windows), rel=1e-6)
-    assert shown[-1].startswith("validation  ")
+    assert shown[-1][0].startswith("validation  ")
+    assert shown[-1][1] == 1
     assert every > 100
 
 

@@ -253,10 +253,10 @@ def test_it_is_quiet_but_for_our_progress(
     model: TrainedModel, documents: dict[str, TaskDocuments], capfd: pytest.CaptureFixture[str]
 ):
     begin, level = tqdm.__init__, logging.root.manager.disable
-    shown: list[str] = []
-    score_task(model, documents["boolq"], batch=BATCH, show=shown.append)
+    shown: list[tuple[str, float | None]] = []
+    score_task(model, documents["boolq"], batch=BATCH, show=lambda text, done=None: shown.append((text, done)))
     assert capfd.readouterr() == ("", "")
-    assert shown == [f"boolq  {number}/6 answers" for number in range(1, 7)]
+    assert shown == [(f"boolq  {number}/6 answers", number / 6) for number in range(1, 7)]
     assert (tqdm.__init__, logging.root.manager.disable) == (begin, level)
 
 

@@ -288,14 +288,14 @@ def test_inputs_that_do_not_fit_are_refused_by_name():
 def test_without_its_compiler_a_kind_falls_back_with_a_note(monkeypatch: Any):
     monkeypatch.setattr(dispatch, "FORCED", None)
     monkeypatch.setattr(dispatch, "INSTALLED", {"cpu": False, "triton": True})
-    dispatch.note.cache_clear()
-    with pytest.warns(UserWarning, match="numba is not installed.*pip install numba"):
+    monkeypatch.setattr(dispatch, "_noted", set())
+    with pytest.warns(UserWarning, match=r"numba is not installed.*pip install -e '.\[cpu\]'.*pip install numba"):
         assert dispatch.kind(torch.empty(1)) == "reference"
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # once is enough
         decoder = stirred(model_config(), ResidualConfig("dar-block"))
         assert torch.isfinite(decoder(random_tokens())).all()
-    dispatch.note.cache_clear()  # a compiled model has nobody to tell
+    monkeypatch.setattr(dispatch, "_noted", set())  # a compiled model has nobody to tell
     compiled = torch.compile(decoder, fullgraph=True, backend="eager")
     assert torch.isfinite(compiled(random_tokens())).all()
 

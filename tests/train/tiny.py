@@ -73,14 +73,17 @@ class Told(Progress):
     """Keeps what a run says, and does something when it shows a step."""
 
     def __init__(self, step: int = 0, act: Callable[[], None] = lambda: None):
-        super().__init__(quiet=True)
+        super().__init__(muted=True)
         self.said: list[str] = []
         self.step, self.act = step, act
 
     def say(self, text: str) -> None:
         self.said.append(text)
 
-    def show(self, text: str) -> None:
+    def warn(self, text: str) -> None:
+        self.said.append(text)
+
+    def show(self, text: str, fraction: float | None = None) -> None:
         if text.startswith(f"step {self.step}/"):
             self.act()
 
