@@ -27,6 +27,7 @@ GUIDES = {
     "export": "[Models](../models.md)",
     "import": "[Models](../models.md)",
     "convert": "[Models](../models.md#convert)",
+    "completion": "[Get started](../get-started.md#in-your-shell)",
 }
 INTRODUCTION = """\
 <!-- Written by docs/cli_page.py from the parsers of dualres/commands/. -->
@@ -66,7 +67,7 @@ def _section(name: str, command: argparse.ArgumentParser) -> Iterator[str]:
 
 def _name(action: argparse.Action) -> str:
     value = action.metavar or ("" if action.choices is None else f"{{{','.join(action.choices)}}}")
-    shown = {"+": f"{value} …", "?": f"[{value}]"}.get(str(action.nargs), str(value))
+    shown = {"+": f"{value} …", "?": f"[{value}]", "*": f"[{value} …]"}.get(str(action.nargs), str(value))
     return f"{', '.join(action.option_strings)} {shown}".strip()
 
 

@@ -35,6 +35,7 @@ COMMANDS = {  # name -> module in dualres.commands, in the order of the help
     "export": "export",
     "import": "import_model",
     "convert": "convert",
+    "completion": "completion",
 }
 
 
@@ -122,7 +123,7 @@ def make_parser(names: Iterable[str] = COMMANDS) -> tuple["Parser", dict[str, "P
         )
         command.add_arguments(subparser)
         _add_verbosity(subparser, default=argparse.SUPPRESS)  # else it would undo an option before the command
-        subparser.set_defaults(command=command.run)
+        subparser.set_defaults(command=command.run, make_parser=make_parser)  # which `completion` reads
     return parser, commands.choices
 
 

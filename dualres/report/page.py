@@ -234,7 +234,7 @@ def _analyses(groups: Sequence[Group]) -> dict[str, Any]:
                 shown.append(f"{name} (seed {run.seed}, {run.folder.name})")
                 break
     protocols = list(dict.fromkeys(analysis.protocol() for analysis in analyses.values()))
-    figures = {"sections": [], "missing": ""}
+    figures: dict[str, Any] = {"sections": [], "missing": ""}
     if analyses and available("matplotlib"):
         from dualres.analyze.figures import sections
 

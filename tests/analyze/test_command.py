@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,21 @@ def test_several_models(here: Path, capsys: pytest.CaptureFixture[str]):
     assert analysis.arrays["router_curve"].shape == (4, 2)
     assert analysis.arrays["expert_load"].shape == (2, 4)
     assert np.isnan(analysis.arrays["retrieval"]).any()
+
+
+def test_without_matplotlib_the_data_are_written(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """And drawn as soon as it is installed."""
+    with monkeypatch.context() as bare:
+        bare.setitem(sys.modules, "matplotlib", None)
+        bare.delitem(sys.modules, "dualres.analyze.figures")
+        assert main(["analyze", "plain", "same=plain", "--data", "data", *FEW]) == 0
+    assert "needs the package matplotlib (extra plots): pip install -e '.[plots]'" in capsys.readouterr().err
+    assert files(here / "plain" / FOLDER) == {"analysis.json", "analysis.npz"}
+    assert not (here / "analyses").exists()
+    assert main(["analyze", "plain", "--data", "data", *FEW]) == 0
+    assert files(here / "plain" / FOLDER) == {"analysis.json", "analysis.npz"} | pictures("health")
 
 
 @pytest.mark.usefixtures("undrawn")

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import statistics
+import sys
 from pathlib import Path
 
 import pytest
@@ -245,6 +246,21 @@ def test_the_same_runs_give_the_same_page(suite: Path, tmp_path: Path):
     before = out.read_bytes()
     make(out, suite)
     assert out.read_bytes() == before
+
+
+def test_without_matplotlib(
+    full_page: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """The scripts draw the curves; figures are left out, and the page says so."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.delitem(sys.modules, "dualres.analyze.figures", raising=False)
+    out = tmp_path / "report.html"
+    assert main(["report", str(full_page.parent / "suite"), "-o", str(out)]) == 0
+    assert "needs the package matplotlib (extra plots)" in capsys.readouterr().err
+    text = out.read_text()
+    assert "This page has no figures: drawing them needs the package matplotlib" in text
+    assert "<noscript>" in text
+    assert "data:image/svg" not in text
 
 
 def test_a_page_is_whole_or_not_there(suite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

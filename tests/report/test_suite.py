@@ -77,6 +77,19 @@ def test_the_picture(suite: Path):
     assert drawn.count("<path") > 4
 
 
+def test_without_matplotlib_there_is_a_table(
+    suite: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    copied = Path(shutil.copytree(suite, tmp_path / "nano", ignore=shutil.ignore_patterns("curves.*")))
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main([*BOTH, *arguments(data, copied)]) == 0
+    out, err = capsys.readouterr()
+    assert " dar-block " in out
+    assert "drawing the loss curves needs the package matplotlib (extra plots): pip install -e '.[plots]'" in err
+    assert "curves" not in out
+    assert not list(copied.glob("curves.*"))
+
+
 def test_methods_see_the_same_data_and_start(suite: Path):
     """Zero queries and equal branch weights: the first losses are nearly those of `standard`, and seeds differ."""
     first = {

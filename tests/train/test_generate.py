@@ -10,6 +10,7 @@ from dualres.data.shards import TOKENIZER
 from dualres.data.tokenizer import byte_tokenizer, train_bpe
 from dualres.hub.open_model import open_model
 from dualres.model.generation import generate
+from dualres.ops import dispatch
 from dualres.train import run_folder
 
 
@@ -28,6 +29,23 @@ def test_generate_from_a_run(whole: Path, capsys: pytest.CaptureFixture[str]):
         assert main(["generate", str(whole), "", "--tokens", "30", "--temperature", "1", "--seed", seed]) == 0
         sampled.append(capsys.readouterr().out)
     assert sampled[0] == sampled[1] != sampled[2]
+
+
+@pytest.mark.parametrize(("options", "times"), [([], 1), (["-q"], 0)], ids=["normal", "quiet"])
+def test_missing_kernels_are_said_once(
+    options: list[str],
+    times: int,
+    whole: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    recwarn: pytest.WarningsRecorder,
+):
+    monkeypatch.setattr(dispatch, "INSTALLED", {"cpu": False, "triton": True})
+    monkeypatch.setattr(dispatch, "_noted", set())
+    assert main(["generate", str(whole), "def ", "--tokens", "2", *options]) == 0
+    shown = capsys.readouterr().err
+    assert shown.count("numba is not installed") == shown.count("pip install -e '.[cpu]'") == shown.count("\n") == times
+    assert not [warning for warning in recwarn if "numba" in str(warning.message)]
 
 
 def test_generate_from_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

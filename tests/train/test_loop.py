@@ -5,6 +5,7 @@ import math
 import os
 import shutil
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from dualres.cli import main
 from dualres.config.schema import ConfigError
 from dualres.data.loader import Loader
 from dualres.data.shards import INDEX, TOKENIZER, read_index
@@ -21,6 +23,7 @@ from dualres.data.tokenizer import train_bpe
 from dualres.hub.open_model import find_checkpoint, open_model
 from dualres.model.decoder import Decoder, build_decoder
 from dualres.model.loss import Objective
+from dualres.ops import dispatch
 from dualres.train import run_folder
 from dualres.train.checkpoint import STATE, Checkpoints, damage
 from dualres.train.loop import check_batch
@@ -33,6 +36,7 @@ from tests.train.tiny import (
     checkpoints,
     losses,
     metrics,
+    overrides,
     rows,
     terminate,
     tiny_config,
@@ -57,6 +61,24 @@ def test_what_a_run_leaves(whole: Path):
     assert all(row["tokens_per_second"] > 0 and 0 < row["mfu"] < 1 for row in read_rows(whole / SPEED))
     assert run_folder.read_config(whole) == config
     assert list((whole / "tensorboard").iterdir())
+
+
+def test_a_base_without_extras_trains(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """Without numba and TensorBoard, each named once, with the command that installs it."""
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    monkeypatch.setattr(dispatch, "INSTALLED", {"cpu": False, "triton": True})
+    monkeypatch.setattr(dispatch, "_noted", set())
+    changes = [word for change in overrides(train__tokens=5 * 4 * 32) for word in ("--set", change)]
+    out = tmp_path / "run"
+    assert main(["train", "nano", "dar-block", "--data", str(data), "--out", str(out), *changes]) == 0
+    shown = capsys.readouterr().err
+    for extra in ("cpu", "tensorboard"):
+        assert shown.count(f"pip install -e '.[{extra}]'") == 1
+    assert f"metrics are written to {out / 'metrics.jsonl'} only" in shown
+    assert len(rows(out)) > 2
+    assert not (out / "tensorboard").exists()
 
 
 def test_the_last_checkpoints_and_the_best_are_kept(data: Path, tmp_path: Path):

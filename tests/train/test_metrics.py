@@ -47,6 +47,15 @@ def test_tensorboard_shows_what_the_metrics_say(whole: Path):
     assert {"validation_loss", "grad_norm", "learning_rate", "tokens_per_second", "mfu"} <= set(board.Tags()["scalars"])
 
 
+def test_without_tensorboard_the_rows_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    log = Log(tmp_path, 0, print)
+    log.write(METRICS, 1, loss=2.0)
+    log.close()
+    assert not (tmp_path / "tensorboard").exists()
+    assert read_rows(tmp_path / METRICS) == [{"step": 1, "loss": 2.0}]
+
+
 def test_rows_that_cannot_be_written(tmp_path: Path):
     log = Log(tmp_path, 0, print)
     log.write(METRICS, 1, loss=2.0)
