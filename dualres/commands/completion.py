@@ -58,7 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.words:
-        for word in completions(*args.make_parser(), args.words):
+        parser, commands = args.make_parser()
+        for word in completions(parser, commands, args.words):
             print(word)
     else:
         print(SCRIPTS[args.shell], end="")
@@ -96,10 +97,7 @@ def _expected(command: argparse.ArgumentParser, words: Sequence[str]) -> argpars
         else:
             given += value_of is None and not word.startswith("-")
             value_of = None
-    if value_of is None and positionals:
-        last = positionals[-1]
-        value_of = positionals[given] if given < len(positionals) else last if last.nargs == "+" else None
-    return value_of
+    return positionals[given] if value_of is None and given < len(positionals) else value_of
 
 
 def _values(action: argparse.Action, command: str, word: str) -> list[str]:
