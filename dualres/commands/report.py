@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     progress = Progress(args.verbosity, muted=args.watch is not None)  # samples are remembered
     if not available("matplotlib"):
         needed = missing("matplotlib", "plots", "drawing figures")
-        progress.warn(f"{needed}; the page has none of analyses, and curves only where scripts run")
+        say_as(0, f"{needed}; the page has none of analyses, and curves only where scripts run")
 
     def write(refresh: float | None) -> None:
         text = make_page(
