@@ -251,7 +251,7 @@ class TrainConfig:
     min_learning_rate: NonNegativeFloat
     """learning rate at the end of the cosine decay"""
     warmup_steps: NonNegativeInt
-    """steps of linear warmup"""
+    """steps of linear warmup; unless you set it, at most a quarter of the steps (for runs shorter than the recipe's)"""
     weight_decay: NonNegativeFloat = 0.1
     """weight decay of matrices; norms, queries, gates, biases and scales have none"""
     betas: tuple[float, float] = (0.9, 0.95)

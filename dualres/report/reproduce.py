@@ -1,5 +1,6 @@
 """The command that reproduces a config: the closest shipped scale and residual, and overrides for the rest."""
 
+import contextlib
 import functools
 import itertools
 import json
@@ -44,11 +45,14 @@ def origin(config: Config) -> Origin | None:
     if not candidates:
         return None
     *_, scale, residual, changed = min(candidates)
-    closest = Origin(scale, residual, tuple(f"{key}={as_override(target.get(key))}" for key in changed))
-    try:
-        return closest if load_config(*closest) == config else None
-    except ConfigError:  # overrides cannot express everything, such as a block method without a default block size
-        return None
+    for more in ([], ["train.warmup_steps"]):  # a recipe's warmup is shortened in short runs, unless it is set
+        overrides = (f"{key}={as_override(target.get(key))}" for key in [*changed, *more])
+        closest = Origin(scale, residual, tuple(overrides))
+        # Overrides cannot express everything, such as a block method without a default block size.
+        with contextlib.suppress(ConfigError):
+            if load_config(*closest) == config:
+                return closest
+    return None
 
 
 def command(origin: Origin, data: str, processes: int = 1) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dualres.config.loading import load_config, names
+from dualres.config.loading import CONFIGS, load_config, load_recipe, names, shortened_warmup
 from dualres.config.schema import Config, ConfigError, ModelConfig, MoEConfig, ResidualConfig
 from dualres.model.decoder import build_decoder
 from dualres.residual import registry
@@ -205,6 +205,61 @@ def test_a_base_is_found_beside_its_file(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "mine" / "above.yaml").write_text("base: below.yaml\n")
     monkeypatch.chdir(tmp_path)
     assert load_config("mine/above.yaml", "standard").model.layers == 3
+
+
+def own_file(folder: Path, train: str, base: str = "nano") -> str:
+    """A scale of the user's own."""
+    path = folder / "own.yaml"
+    path.write_text(f"base: {base}\ntrain: {{{train}}}\n")
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "steps", "warmup"),
+    [
+        ("3_000_000", 732, 50),
+        ("2_000_000", 488, 50),  # the runs of results/ keep the recipe's
+        ("819_200", 200, 50),
+        ("815_104", 199, 49),
+        ("50_000", 12, 3),
+        ("4096", 1, 1),
+    ],
+)
+def test_the_warmup_of_a_recipe_takes_at_most_a_quarter_of_the_steps(
+    tokens: str, steps: int, warmup: int, tmp_path: Path
+):
+    shorter = [f"train.tokens={tokens}"]
+    config = load_config("nano", "standard", shorter)
+    assert (config.steps, config.train.warmup_steps) == (steps, warmup)
+    assert load_recipe("nano", config.model, config.residual, shorter) == config
+    in_a_file = own_file(tmp_path, f"tokens: {tokens}")
+    assert load_config(in_a_file, "standard") == config
+    assert load_config(str(CONFIGS / "scale" / "nano.yaml"), "standard", shorter) == config
+    note = shortened_warmup(config, "nano", shorter)
+    assert (note is None) == (warmup == 50)
+    if note is not None:
+        assert note.startswith(f"shortened from 50 steps to {warmup}, a quarter of the {steps} steps that train.tokens")
+        assert shortened_warmup(config, in_a_file, []) == note
+
+
+def test_a_warmup_of_the_users_own_is_kept_or_refused(tmp_path: Path):
+    assert load_config("nano", "standard", ["train.warmup_steps=12", "train.tokens=50_000"]).train.warmup_steps == 12
+    assert load_config(own_file(tmp_path, "warmup_steps: 9, tokens: 50000"), "standard").train.warmup_steps == 9
+    for scale, overrides in (
+        ("nano", ["train.warmup_steps=50"]),
+        ("nano", ["train={warmup_steps: 50}"]),
+        (own_file(tmp_path, "warmup_steps: 50"), []),
+    ):
+        with pytest.raises(ConfigError, match=r"train\.warmup_steps=50 exceeds the 12 steps"):
+            load_config(scale, "standard", [*overrides, "train.tokens=50_000"])
+    config = load_config("nano", "standard", ["train.warmup_steps=60", "train.tokens=400_000"])
+    assert config.train.warmup_steps == 60
+    assert shortened_warmup(config, "nano", ["train.warmup_steps=60", "train.tokens=400_000"]) is None
+
+
+def test_a_train_section_that_is_none():
+    with pytest.raises(ConfigError, match="train=5 is not a section"):
+        load_config("nano", "standard", ["train=5"])
 
 
 def test_unknown_names():

@@ -74,6 +74,18 @@ def test_the_model_decides_and_not_the_recipe():
     assert len(found.overrides) > 8  # nano with another model would take fewer
 
 
+def test_a_warmup_that_a_short_run_would_not_have():
+    """Set to the recipe's, although the run is short; an override says so."""
+    short = ["train.tokens=400_000"]
+    assert origin(load_config("nano", "standard", short)) == (
+        "nano",
+        "standard",
+        ("train.tokens=400000", "train.warmup_steps=24"),
+    )
+    found = origin(load_config("nano", "standard", [*short, "train.warmup_steps=50"]))
+    assert found == ("nano", "standard", ("train.tokens=400000", "train.warmup_steps=50"))
+
+
 def test_where_none_leads_to_it():
     config = load_config("nano", "dar-block")
     own = dataclasses.replace(config, residual=dataclasses.replace(config.residual, method="my-method"))
