@@ -57,6 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    arguments.check_device(args)
     models = {name: Path(path) for name, path in arguments.parse_models(args.models).items()}
     arguments.check_positive(args, "sequences", "length", "last", "retrieval_sequences")
     if args.out.is_file():

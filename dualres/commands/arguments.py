@@ -5,9 +5,13 @@ import math
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from dualres.config.loading import names
-from dualres.config.schema import ConfigError
+from dualres.config.loading import names, shortened_warmup
+from dualres.config.schema import Config, ConfigError
+
+if TYPE_CHECKING:
+    from dualres.train.preflight import Check
 
 
 def listed(title: str, entries: Sequence[str]) -> str:
@@ -52,12 +56,33 @@ def add_device(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", metavar="D", default="auto", help="cpu, cuda, cuda:N (default auto: a GPU if any)")
 
 
+def add_force(parser: argparse.ArgumentParser) -> None:
+    help = "start although checks fail, such as of disk space or memory"
+    parser.add_argument("--force", action="store_true", help=help)
+
+
+def check_device(args: argparse.Namespace) -> None:
+    """Raise if --device names a GPU that this machine does not have. Call this before any other work."""
+    if args.device not in (None, "auto", "cpu"):
+        from dualres.train.device import pick_device
+
+        pick_device(args.device)
+
+
 def check_positive(args: argparse.Namespace, *options: str) -> None:
     """Raise if a number is not positive and finite; None, for an omitted option, passes."""
     for option in options:
         value = getattr(args, option)
         if value is not None and not 0 < value < math.inf:
             raise ConfigError(f"--{option.replace('_', '-')} {value} is not positive and finite: use a positive number")
+
+
+def warmup_checks(config: Config, args: argparse.Namespace) -> "list[Check]":
+    """A note if the run is too short for the warmup of its recipe."""
+    from dualres.train.preflight import Check
+
+    note = shortened_warmup(config, args.scale, args.set)
+    return [] if note is None else [Check("warmup", "note", note)]
 
 
 def check_seed(args: argparse.Namespace) -> None:

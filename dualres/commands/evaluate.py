@@ -69,6 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    arguments.check_device(args)
     from dualres.evaluate.formats import render
 
     models, request = arguments.parse_models(args.models), parse_request(args)
@@ -95,14 +96,12 @@ def parse_request(args: argparse.Namespace) -> "EvaluationRequest":
     from dualres.evaluate.documents import find_sources
     from dualres.evaluate.evaluation import EvaluationRequest
     from dualres.evaluate.zero_shot import harness_version
-    from dualres.hub.open_model import pick_device
 
     if args.validation is None and args.perplexity is None and args.zero_shot is None:
         raise ConfigError("nothing to measure: use --validation DATA, --perplexity DOCS or --zero-shot")
     arguments.check_positive(args, "limit", "context", "validation_tokens")
     if args.batch != "auto" and not (args.batch.isdecimal() and int(args.batch) > 0):
         raise ConfigError(f"--batch {args.batch}: use auto, or a number of rows")
-    pick_device(args.device)  # raises if it does not exist
     if args.limit is not None and args.zero_shot is None:
         raise ConfigError("--limit applies to task documents: add --zero-shot, or remove --limit")
     if args.validation_tokens is not None and args.validation is None:

@@ -1,26 +1,18 @@
 """Evaluation batch size: chosen from free memory, halved on GPU out-of-memory."""
 # B rows  T tokens  V vocabulary
 
-import contextlib
-import os
 from collections.abc import Callable, Iterator, Sequence, Sized
-from pathlib import Path
 from typing import TypeVar
 
 import torch
 
 from dualres.hub.open_model import TrainedModel
+from dualres.train.device import free_memory
 
 MAX_ROWS = 64
 USEFUL_TOKENS = {"cuda": 2**17, "cpu": 2**13}  # per batch; larger batches are not faster
 MEMORY_SHARE = {"cuda": 0.8, "cpu": 0.5}  # of free memory; host memory is shared, and running out of it is fatal
 CHUNK_BYTES = {"cuda": 2**28, "cpu": 2**24}  # of float32 logits per softmax; on a CPU, about the cache size
-MEMINFO = Path("/proc/meminfo")
-CGROUP = Path("/sys/fs/cgroup")
-CGROUP_FILES = (  # limit, usage and statistics of a container, in versions 2 and 1 of control groups
-    ("memory.max", "memory.current", "memory.stat"),
-    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
-)
 
 Item = TypeVar("Item", bound=Sized)
 Result = TypeVar("Result")
@@ -97,22 +89,3 @@ def row_bytes(model: TrainedModel) -> int:
     heads = size("num_attention_heads", "heads") or 1
     per_token = model.vocab_size + (2 * layers + 8) * width + 4 * ffn + heads * context
     return per_token * context * torch.finfo(model.dtype).bits // 8
-
-
-def free_memory(device: torch.device) -> int:
-    """Free bytes of a GPU, or of the machine or its control group, whichever has less."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    free = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    with contextlib.suppress(OSError, ValueError, KeyError):  # not Linux
-        free.append(_numbers(MEMINFO)["MemAvailable"] * 1024)
-    for limit, used, statistics in CGROUP_FILES:
-        with contextlib.suppress(OSError, ValueError, KeyError):  # another version of control groups, or no limit
-            reclaimable = _numbers(CGROUP / statistics)["inactive_file"]  # counted as used
-            free.append(int((CGROUP / limit).read_text()) - int((CGROUP / used).read_text()) + reclaimable)
-    return min(free)
-
-
-def _numbers(path: Path) -> dict[str, int]:
-    """Parse lines such as `MemFree: 12 kB`."""
-    return {words[0].rstrip(":"): int(words[1]) for line in path.read_text().splitlines() if (words := line.split())}

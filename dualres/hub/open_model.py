@@ -4,7 +4,6 @@
 import hashlib
 import itertools
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,7 +14,6 @@ import tokenizers
 import torch
 from torch import Tensor
 
-from dualres.config.schema import ConfigError
 from dualres.data import shards
 from dualres.data import tokenizer as our_tokenizers
 from dualres.data.tokenizer import Tokenizer, same_tokens
@@ -24,10 +22,10 @@ from dualres.model.decoder import Decoder, build_decoder
 from dualres.model.generation import generate
 from dualres.train import checkpoint as checkpoints
 from dualres.train import run_folder
+from dualres.train.device import pick_device
 from dualres.util.amx import avoid_hidden_tiles
 from dualres.util.errors import DataError, ModelError, TrainError
 from dualres.util.optional_dependencies import need
-from dualres.util.progress import plural
 
 IDENTIFYING = (".json", ".txt", ".model", ".jinja")  # configs and tokenizers; the weights are added
 CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "seq_length")  # in the configs of transformers
@@ -253,17 +251,6 @@ def as_transformers(tokenizer: Tokenizer, context: int) -> Any:
         model_max_length=context,
         clean_up_tokenization_spaces=False,
     )
-
-
-def pick_device(name: str) -> torch.device:
-    """The device for auto (a GPU if available), cpu, cuda or cuda:N, which must exist."""
-    gpus = torch.cuda.device_count()
-    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", name):
-        raise ConfigError(f"--device {name} is not a device: use auto, cpu, cuda or cuda:N")
-    device = torch.device(("cuda" if gpus else "cpu") if name == "auto" else name)
-    if device.type == "cuda" and (device.index or 0) >= gpus:
-        raise ConfigError(f"--device {name} does not exist, this machine has {plural(gpus, 'GPU')}: use auto or cpu")
-    return device
 
 
 def _open_run(folder: Path, which: str) -> TrainedModel:

@@ -12,13 +12,11 @@ import torch
 from torch import Tensor
 
 from dualres.evaluate import batch_size
-from dualres.evaluate.batch_size import CHUNK_BYTES, MAX_ROWS, Batch, batch_for, free_memory, row_bytes
+from dualres.evaluate.batch_size import CHUNK_BYTES, MAX_ROWS, Batch, batch_for, row_bytes
 from dualres.evaluate.perplexity import score_source
 from dualres.hub.open_model import TrainedModel
 from dualres.plan.activations import LiveBytes
 from tests.evaluate.tiny import CONTEXT, TEXTS, Small, source_of, tiny_model
-
-CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("room", [CONTEXT, 2 * CONTEXT + 1, 5 * CONTEXT])
@@ -143,32 +141,6 @@ def live_bytes(model: TrainedModel) -> int:
     with torch.no_grad(), LiveBytes([*model.network.parameters(), *model.network.buffers()]) as live:
         model.network(tokens, use_cache=False)
         return live.peak
-
-
-MEMINFO = "MemTotal:       100 kB\nMemFree:        5 kB\nMemAvailable:   60 kB\nHugePages_Total:       0\n"
-
-
-@pytest.mark.parametrize(
-    ("limit", "free"),
-    [("20480", 20480 - 10240 + 2048), ("max", 60 * 1024), ("9223372036854771712", 60 * 1024), (None, 60 * 1024)],
-)
-def test_free_memory_of_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str | None, free: int):
-    """The machine's, or what is left of a container's limit; its cache of files is given back."""
-    (tmp_path / "meminfo").write_text(MEMINFO)
-    group = [tmp_path / name for name in ("memory.max", "memory.current", "memory.stat")]
-    if limit:
-        group[0].write_text(f"{limit}\n")
-        group[1].write_text("10240\n")
-        group[2].write_text("anon 8192\ninactive_file 2048\n")
-    monkeypatch.setattr(batch_size, "MEMINFO", tmp_path / "meminfo")
-    monkeypatch.setattr(batch_size, "CGROUP", tmp_path)
-    assert free_memory(CPU) == free
-
-
-def test_free_memory_where_nothing_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(batch_size, "MEMINFO", tmp_path / "none")
-    monkeypatch.setattr(batch_size, "CGROUP", tmp_path)
-    assert free_memory(CPU) > 2**20
 
 
 def test_here(tmp_path: Path):

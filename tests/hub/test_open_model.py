@@ -12,8 +12,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from dualres.config.schema import ConfigError
-from dualres.hub.open_model import open_model, pick_device
+from dualres.hub.open_model import open_model
 from dualres.train.loop import train
 from dualres.util.errors import ModelError
 from dualres.util.optional_dependencies import MissingExtraError
@@ -35,37 +34,6 @@ def change_weights(folder: Path, change: Callable[[dict[str, Any]], Any]) -> Non
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-
-
-@pytest.mark.parametrize(
-    ("gpus", "name", "device"),
-    [
-        (0, "auto", "cpu"),
-        (0, "cpu", "cpu"),
-        (0, "cuda", None),
-        (0, "cuda:0", None),
-        (2, "auto", "cuda"),
-        (2, "cpu", "cpu"),
-        (2, "cuda", "cuda"),
-        (2, "cuda:1", "cuda:1"),
-        (2, "cuda:2", None),
-    ],
-)
-def test_devices(gpus: int, name: str, device: str | None, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    if device is not None:
-        assert pick_device(name) == torch.device(device)
-        return
-    with pytest.raises(
-        ConfigError, match=f"--device {name} does not exist, this machine has {gpus} GPUs: use auto or cpu"
-    ):
-        pick_device(name)
-
-
-def test_a_device_of_another_name():
-    for name in ("gpu", "cuda:", "cuda:one", "mps", "meta"):
-        with pytest.raises(ConfigError, match=f"--device {name} is not a device: use auto, cpu, cuda or cuda:N"):
-            pick_device(name)
 
 
 def test_an_old_transformers_is_named_with_its_remedy(folder: Path, monkeypatch: pytest.MonkeyPatch):
