@@ -14,10 +14,12 @@ def run() -> None:
     """Run the command line. Characters that the terminal cannot show, such as × or ρ, become question marks."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # background jobs of a shell ignore it
         signal.signal(signal.SIGINT, _interrupt)
+    import contextlib
     import io
 
     from dualres import cli
     from dualres.util import optional_dependencies
+    from dualres.util.errors import INTERRUPTED
 
     optional_dependencies.on_demand = True
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # read by transformers when a command imports it
@@ -25,7 +27,16 @@ def run() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
-    sys.exit(cli.main())
+    try:
+        code = cli.main()
+    except KeyboardInterrupt:  # another one, while the first was reported
+        code = INTERRUPTED
+    if code == INTERRUPTED:
+        # In a normal exit, threads that still run could abort the process: "FATAL: exception not rethrown".
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

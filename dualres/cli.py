@@ -16,7 +16,7 @@ from typing import Any
 from dualres.config.plugins import load_plugins
 from dualres.config.validation import proposing
 from dualres.util import optional_dependencies
-from dualres.util.errors import ConfigError, DataError, ModelError, TrainError
+from dualres.util.errors import INTERRUPTED, ConfigError, DataError, ModelError, TrainError
 from dualres.util.progress import say_as
 
 QUIET, VERBOSE = ("-q", "--quiet"), ("-v", "--verbose")  # before or after the command
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         remedy = ": free some space there and rerun the command" if error.errno in NO_SPACE else ""
         return _failed(f"cannot read or write: {error}{remedy}", 1, verbose)
     except KeyboardInterrupt:
-        return _failed("interrupted", 130, verbose)
+        return _failed("interrupted", INTERRUPTED, verbose)
 
 
 def _failed(message: object, code: int, verbose: bool) -> int:

@@ -108,7 +108,8 @@ def make_plan(args: argparse.Namespace, show: Show) -> "Plan":
     overrides = [*args.set, *_settings(config, engine, args.set)]
     size = {"processes": args.gpus, "node_size": args.node_size}
     command = launch_command(args.scale, args.residual, overrides, {"plugin": args.plugin}, **size)
-    return Plan(args.residual, columns, hardware, searches, [check_memory(own, hardware)], command)
+    checks = [*arguments.warmup_checks(config, args), check_memory(own, hardware)]
+    return Plan(args.residual, columns, hardware, searches, checks, command)
 
 
 def hardware_of(args: argparse.Namespace) -> Hardware:

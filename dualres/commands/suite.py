@@ -51,12 +51,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--out", metavar="DIR", type=Path, help="folder of the runs (default suites/SCALE)")
     add("--processes", metavar="N", type=int, default=1, help="processes per run, on this machine (default 1)")
     add("--device", choices=("cpu", "cuda"), help="default: a GPU if available")
+    arguments.add_force(parser)
     add("--table", action="store_true", help="only print the table of the finished runs")
     arguments.add_overrides(parser)
     arguments.add_plugin(parser)
 
 
 def run(args: argparse.Namespace) -> int:
+    arguments.check_device(args)
     from dualres.report import charts, comparison
     from dualres.report.runs import BASE
     from dualres.report.suite import check, check_start, finished_runs, group_by_rate, run_all
@@ -122,7 +124,8 @@ def parse_suite(args: argparse.Namespace) -> "Suite":
         pairs = [(args.scale, residual) for residual in residuals]
     seeds = seeds or [load_config(*pairs[0], args.set).train.seed]
     runs = all_runs(pairs, seeds, rates)
-    return Suite(runs, args.data, out, tuple(args.set), args.processes, args.device, tuple(args.plugin))
+    plugins = tuple(args.plugin)
+    return Suite(runs, args.data, out, tuple(args.set), args.processes, args.device, plugins, force=args.force)
 
 
 def _tables(args: argparse.Namespace, groups: "list[Group]", rows: "list[ComparisonRow]") -> list[str]:

@@ -128,7 +128,8 @@ def _files(kind: Literal["scale", "residual"], name: str) -> Iterator[tuple[Path
 
     A relative path starts at the folder of the file that names it. A registered method needs no file.
     """
-    folder, seen, base = Path(), set[Path](), name
+    folder, seen = Path(), set[Path]()
+    base: str | None = name
     while base is not None:
         if kind == "residual" and base in REGISTERED:
             yield Path(base), {"method": base}

@@ -15,6 +15,7 @@ from dualres.config.validation import proposing_path
 from dualres.data import tokenizer as tokenizers
 from dualres.util.atomic_files import flush, naming, partial_of, write_json
 from dualres.util.errors import DataError
+from dualres.util.progress import Show, silent
 
 INDEX, TOKENIZER = "index.json", "tokenizer.json"
 FORMAT = "dualres tokens 2"
@@ -138,19 +139,25 @@ def read_tokenizer(folder: Path, index: Index) -> tokenizers.Tokenizer:
 
 
 def verify(
-    folder: Path, index: Index, vocab_size: int, known: Mapping[str, Any] = {}, share: tuple[int, int] = (0, 1)
+    folder: Path,
+    index: Index,
+    vocab_size: int,
+    known: Mapping[str, Any] = {},
+    share: tuple[int, int] = (0, 1),
+    show: Show = silent,
 ) -> dict[str, Any]:
     """Read every shard once; reject a wrong checksum or a token outside the vocabulary.
 
     -> size and modification time of every file; files unchanged since they were `known` are skipped. With `share`
     (rank, ranks), each of several processes reads a part of a large folder.
     """
-    seen = {}
-    for shard in (*index.train, *index.validation)[share[0] :: share[1]]:
+    seen, chosen = {}, (*index.train, *index.validation)[share[0] :: share[1]]
+    for number, shard in enumerate(chosen, 1):
         path = folder / shard.file
         status = path.stat()
         stamp = [status.st_size, status.st_mtime_ns, shard.checksum, vocab_size]
         if known.get(shard.file) != stamp:
+            show(f"verifying {path} ({number}/{len(chosen)})")
             _check_content(path, shard, np.dtype(index.dtype), vocab_size)
         seen[shard.file] = stamp
     return seen

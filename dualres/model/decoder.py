@@ -1,6 +1,7 @@
 """The decoder: embedding, branches on a residual pathway, final norm, vocabulary."""
 # B batch  T tokens  D width  V vocabulary  P past and present tokens
 
+import functools
 import hashlib
 from collections.abc import Iterator
 
@@ -176,6 +177,12 @@ def build_decoder(
     decoder.to_empty(device=device)
     decoder.reset_parameters(seed)
     return decoder
+
+
+@functools.cache
+def meta_decoder(model: ModelConfig, residual: ResidualConfig) -> Decoder:
+    """A decoder on the meta device, to count on. It is shared: do not change it."""
+    return build_decoder(model, residual, device="meta")
 
 
 def reset_part(part: nn.Module, name: str, std: float, seed: int) -> None:

@@ -5,6 +5,7 @@ of a rank's chunks stay gathered through a step, and several micro-batches are i
 activations; kernel workspaces, NCCL's buffers and allocator fragmentation are not counted.
 """
 
+import math
 from collections.abc import Iterator
 
 from dualres.plan.activations import Memory
@@ -57,6 +58,23 @@ def minimum_memory(rank: PipelineRank) -> int:
     return base + min(
         rank.width * elements(*chunk.units, chunk.root) + FLOAT32 * elements(*chunk.units[1:]) for chunk in rank.chunks
     )
+
+
+def stored_memory(rank: PipelineRank) -> int:
+    """Weights, gradients and optimizer state: what a run cannot do without."""
+    held = engine_memory(rank)
+    return held.weights + held.gradients + held.optimizer
+
+
+def ample_memory(rank: PipelineRank) -> float:
+    """Several times what any method needs, without counting: a device with this much memory needs no estimate."""
+    model, train = rank.config.model, rank.config.train
+    if rank.mesh.pipeline > 1:  # several micro-batches are in flight
+        return math.inf
+    hidden = model.ffn_width or (model.moe.active * model.moe.expert_width if model.moe else 0)
+    per_layer = 64 * model.width + 16 * hidden + 2 * model.heads * model.context
+    activations = train.micro_batch * model.context * model.layers * per_layer
+    return engine_memory(rank).total + FLOAT32 * (activations + 8 * train.loss_rows * model.vocab_size)
 
 
 def _pipelined(rank: PipelineRank) -> Memory:

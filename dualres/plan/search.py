@@ -18,10 +18,11 @@ from dualres.plan.activations import Memory, Passes
 from dualres.plan.estimate import MeshEstimate, estimate, step_seconds, token_cost
 from dualres.plan.hardware import GIB, USABLE, Hardware
 from dualres.plan.local_model import part_of
-from dualres.plan.memory import minimum_memory
+from dualres.plan.memory import ample_memory, minimum_memory, stored_memory
 from dualres.plan.stages import pipeline_ranks
 from dualres.train.engines.build import engine_mesh
 from dualres.train.preflight import Check, engine_or_configured
+from dualres.util.errors import TrainError
 from dualres.util.progress import Show, plural, silent
 
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")  # from the fastest to the smallest
@@ -173,6 +174,39 @@ def check_memory(planned: MeshEstimate, hardware: Hardware) -> Check:
         return Check("memory", "problem", f"{problem}: {remedy}")
     none = "no recomputation, micro-batch or number of GPUs that was tried is enough: use more or larger GPUs"
     return Check("memory", "problem", f"{problem}: {none}")
+
+
+def check_device_memory(
+    config: Config,
+    processes: int,
+    free: float,
+    total: float,
+    planned: MeshEstimate | None = None,
+    show: Show = silent,
+) -> Check:
+    """Compare a run with the free and the total memory of a rank's device, without an estimate if there is ample.
+
+    Raises if weights, gradients and optimizer state alone exceed the total. Everything else is an estimate: a note.
+    """
+    engine, mesh = engine_or_configured(config, processes), engine_mesh(config, processes)
+    ranks = pipeline_ranks(config, engine, mesh, _minimum_passes(config, mesh))
+    each = " of each rank" if processes > 1 else ""
+    if (stored := max(map(stored_memory, ranks))) > total:
+        raise TrainError(
+            f"weights, gradients and optimizer state take {stored / GIB:.1f} GiB, more than the {total / GIB:.1f} GiB "
+            f"of memory{each}: use a smaller SCALE, more processes or a larger machine, or use --force"
+        )
+    if planned is None:
+        if max(map(ample_memory, ranks)) <= USABLE * free:
+            return Check("memory", "ok", f"{free / GIB:.1f} GiB{each} free, which is ample")
+        show("estimating memory")
+        planned = estimate(config, engine, mesh, Hardware())
+    needed = planned.peak_memory
+    comparison = f"about {needed / GIB:.1f} GiB needed, {free / GIB:.1f} GiB{each} free"
+    if needed <= USABLE * free:
+        return Check("memory", "ok", comparison)
+    remedy = "if it fails, use train.recompute=full, train.micro_batch=1, more processes or a smaller SCALE"
+    return Check("memory", "note", f"{comparison}: {remedy}")
 
 
 def _changes(config: Config, ranks: int) -> Iterator[tuple[str, Config, int]]:

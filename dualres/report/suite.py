@@ -17,6 +17,7 @@ from dualres.report.runs import Group, Run, read_run
 from dualres.train.engines.build import engine_name
 from dualres.train.loop import check_batch, check_vocabulary
 from dualres.train.run_folder import SUMMARY, check_config, check_data, has_started
+from dualres.util.errors import INTERRUPTED
 from dualres.util.progress import Progress
 
 
@@ -56,6 +57,7 @@ class Suite:
     processes: int = 1
     device: str | None = None
     plugins: tuple[str, ...] = ()  # modules that register methods
+    force: bool = False
 
     def config(self, run: SuiteRun) -> Config:
         return load_config(run.scale, run.residual, [*self.overrides, *run.overrides()])
@@ -113,12 +115,14 @@ def run_all(suite: Suite, progress: Progress) -> list[SuiteRun]:
             continue
         progress.say(title)
         code = _launch(suite, run, progress.verbosity)
+        if code in (INTERRUPTED, -signal.SIGINT):
+            raise KeyboardInterrupt
         if code != 0:
             failed.append(run)
             reason = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
             progress.warn(f"{run.name} {reason}; continuing with the others")
         elif not suite.is_finished(run):
-            raise KeyboardInterrupt  # it was interrupted, and saved a checkpoint
+            raise KeyboardInterrupt  # its ranks were interrupted, and saved a checkpoint
     return failed
 
 
@@ -142,6 +146,7 @@ def _launch(suite: Suite, run: SuiteRun, verbosity: int) -> int:
     command += [run.scale, run.residual, "--data", str(suite.data), "--out", str(suite.out / run.name)]
     command += ["--device", suite.device] if suite.device else []
     command += {-1: ["--quiet"], 1: ["--verbose"]}.get(verbosity, [])
+    command += ["--force"] if suite.force else []
     for option, values in (("--set", (*suite.overrides, *run.overrides())), ("--plugin", suite.plugins)):
         command += [word for value in values for word in (option, value)]
     process: subprocess.Popen[bytes] | None = None

@@ -15,7 +15,7 @@ import torch
 
 from dualres.config.schema import Config
 from dualres.model.accounting import flops_per_token
-from dualres.model.decoder import build_decoder
+from dualres.model.decoder import meta_decoder
 from dualres.util.atomic_files import flush, naming, write_text
 from dualres.util.errors import TrainError
 from dualres.util.optional_dependencies import available, need
@@ -129,7 +129,7 @@ class Throughput:
 
     def __init__(self, config: Config, device: torch.device, processes: int):
         self.tokens = config.tokens_per_step
-        decoder = build_decoder(config.model, config.residual, device="meta")
+        decoder = meta_decoder(config.model, config.residual)
         # A backward pass takes twice the flops of a forward pass. Recomputation does not count as utilization.
         self.flops = 3 * flops_per_token(decoder).total * self.tokens
         self.peak = processes * (config.train.peak_flops or measured_flops(device, config.train.precision))

@@ -15,14 +15,14 @@ from dualres.data import shards
 from dualres.data.loader import Loader
 from dualres.data.shards import Index
 from dualres.model.accounting import parameters
-from dualres.model.decoder import build_decoder
+from dualres.model.decoder import meta_decoder
 from dualres.parallel.pipeline import micro_batches
 from dualres.train import checkpoint, run_folder
 from dualres.train.engines.build import engine_mesh, engine_name
 from dualres.train.loop import check_batch, check_vocabulary
 from dualres.util.atomic_files import LOCK
 from dualres.util.errors import DataError, TrainError
-from dualres.util.optional_dependencies import missing
+from dualres.util.optional_dependencies import MissingExtraError, missing
 
 CHECKPOINT_BYTES = 12  # per parameter: the weight and two moments in float32
 SMALL = 10**9  # tokens that can be read in seconds
@@ -39,34 +39,63 @@ class Check(NamedTuple):
     details: str  # a key of the plan's JSON
 
 
+Checked = Callable[[str, Callable[[], Check]], Check]  # the name of a check, and the check, which raises for a problem
+
+
+def collect(name: str, check: Callable[[], Check]) -> Check:
+    """Report a problem as a row."""
+    try:
+        return check()
+    except (ConfigError, TrainError, DataError, MissingExtraError, OSError) as error:
+        return Check(name, "problem", str(error))
+
+
+def refuse(name: str, check: Callable[[], Check]) -> Check:
+    """Raise for a problem."""
+    return check()
+
+
 def check_start(
-    config: Config, ranks: int, data: Path, out: Path, *, prepares_data: bool = False, wandb: bool = False
+    config: Config,
+    ranks: int,
+    data: Path,
+    out: Path,
+    *,
+    prepares_data: bool = False,
+    wandb: bool = False,
+    checked: Checked = collect,
 ) -> list[Check]:
-    """Everything that would keep the run from starting, and what the user should know first.
+    """What would keep the run from starting here, and what the user should know first.
 
     `prepares_data`: whether training prepares missing data itself.
     """
-    try:
-        engine_mesh(config, ranks)
-        rows = [_checked("batch", lambda: _batch(config, ranks))]
-    except ConfigError as error:
-        rows = [Check("mesh", "problem", str(error))]
-    rows.append(_checked("engine", lambda: _engine(config, ranks)))
+    rows = [checked("mesh", lambda: _mesh(config, ranks))]
+    if rows[0].state != "problem":
+        rows.append(checked("batch", lambda: _batch(config, ranks)))
+    rows.append(checked("engine", lambda: _engine(config, ranks)))
     if wandb:
-        rows.append(_checked("wandb", lambda: _package("wandb", "wandb", "--wandb")))
+        rows.append(checked("wandb", lambda: _package("wandb", "wandb", "--wandb")))
+    index, checks = _data(config, data, prepares_data, checked)
+    rows += checks
+    rows.append(checked("run folder", lambda: _run_folder(config, data, out, index)))
+    rows.append(checked("disk", lambda: _disk(config, out)))  # the last one, see `check_plan`
+    return [row for row in rows if row.details]
+
+
+def check_plan(
+    config: Config, ranks: int, data: Path, out: Path, *, prepares_data: bool = False, wandb: bool = False
+) -> list[Check]:
+    """`check_start` of a run that may start on other machines, and the checksums, which a start verifies itself."""
+    rows = check_start(config, ranks, data, out, prepares_data=prepares_data, wandb=wandb)
     here = torch.cuda.device_count()
+    if rows[-1].state == "problem" and ranks > max(1, here):  # the disk of a machine that only plans does not matter
+        rows[-1] = Check("disk", "note", f"on this machine: {rows[-1].details}")
     if here < ranks:
         instead = "it would train on the CPU" if ranks == 1 else "launch it on machines that have them"
         rows.append(Check("GPUs", "note", f"{here} on this machine, {ranks} in the plan: {instead}"))
-    index, checks = _data(config, data, prepares_data)
-    rows += checks
-    rows.append(_checked("run folder", lambda: _run_folder(config, data, out, index)))
-    disk = _checked("disk", lambda: _disk(config, out))
-    elsewhere = disk.state == "problem" and ranks > max(1, here)
-    rows.append(Check("disk", "note", f"on this machine: {disk.details}") if elsewhere else disk)
-    unused = unused_mesh(config, engine_or_configured(config, ranks))
-    mesh_failed = rows[0].name == "mesh"
-    return [*rows, Check("mesh", "note", unused)] if unused and not mesh_failed else rows
+    if any(row.name == "vocabulary" for row in rows):  # there is an index
+        rows.append(collect("checksums", lambda: _checksums(config, data)))
+    return rows
 
 
 def unused_mesh(config: Config, engine: str) -> str | None:
@@ -94,11 +123,10 @@ def engine_or_configured(config: Config, ranks: int) -> str:
         return config.train.engine
 
 
-def _checked(name: str, work: Callable[[], Check]) -> Check:
-    try:
-        return work()
-    except (ConfigError, TrainError, DataError, OSError) as error:
-        return Check(name, "problem", str(error))
+def _mesh(config: Config, ranks: int) -> Check:
+    engine_mesh(config, ranks)
+    unused = unused_mesh(config, engine_or_configured(config, ranks))
+    return Check("mesh", "note" if unused else "ok", unused or "")
 
 
 def _batch(config: Config, ranks: int) -> Check:
@@ -121,20 +149,26 @@ def _engine(config: Config, ranks: int) -> Check:
 
 def _package(name: str, extra: str, purpose: str) -> Check:
     if importlib.util.find_spec(name) is None:
-        raise TrainError(missing(name, extra, purpose))
+        raise MissingExtraError(missing(name, extra, purpose))
     return Check(name, "ok", f"{name} is installed")
 
 
-def _data(config: Config, data: Path, prepares_data: bool) -> tuple[Index | None, list[Check]]:
+def _data(config: Config, data: Path, prepares_data: bool, checked: Checked) -> tuple[Index | None, list[Check]]:
     context = config.model.context
     other = other_dataset(config) if prepares_data else ""
     if prepares_data and not (data / shards.INDEX).exists():
         message = f"{data} does not exist: training will prepare it from Python's standard library{other}"
         return None, [Check("data", "note", message)]
-    try:
-        index = shards.read_index(data)
-    except (DataError, OSError) as error:
-        return None, [Check("data", "problem", str(error))]
+    read: list[Index] = []
+
+    def source() -> Check:
+        read.append(shards.read_index(data))
+        return Check("data", "note" if other else "ok", f"{data}: from {read[0].source}{other}")
+
+    first = checked("data", source)
+    if not read:
+        return None, [first]
+    [index] = read
 
     def vocabulary() -> Check:
         check_vocabulary(config, data, index)
@@ -155,15 +189,16 @@ def _data(config: Config, data: Path, prepares_data: bool) -> tuple[Index | None
         message = f"{available:,} tokens, fewer than the {needed:,} of train.validation_tokens"
         return Check("validation", "note", message)
 
-    def content() -> Check:
-        if index.tokens("train") > SMALL:
-            return Check("checksums", "note", "too many tokens to verify now: training verifies them at startup")
-        shards.verify(data, index, max(config.model.vocab_size, index.vocab_size))  # the vocabulary has its own row
-        return Check("checksums", "ok", "all checksums match")
+    checks = {"vocabulary": vocabulary, "tokens": budget, "validation": held_out}
+    return index, [first, *(checked(name, work) for name, work in checks.items())]
 
-    source = Check("data", "note" if other else "ok", f"{data}: from {index.source}{other}")
-    checks = {"vocabulary": vocabulary, "tokens": budget, "validation": held_out, "checksums": content}
-    return index, [source, *(_checked(name, work) for name, work in checks.items())]
+
+def _checksums(config: Config, data: Path) -> Check:
+    index = shards.read_index(data)
+    if index.tokens("train") > SMALL:
+        return Check("checksums", "note", "too many tokens to verify now: training verifies them at startup")
+    shards.verify(data, index, max(config.model.vocab_size, index.vocab_size))  # the vocabulary has its own row
+    return Check("checksums", "ok", "all checksums match")
 
 
 def other_dataset(config: Config) -> str:
@@ -193,14 +228,16 @@ def _run_folder(config: Config, data: Path, out: Path, index: Index | None) -> C
 
 def _disk(config: Config, out: Path) -> Check:
     """Compare the free space with the checkpoints that will exist at once, minus those that already exist."""
-    count = config.train.keep_checkpoints + SPARE_CHECKPOINTS
+    train = config.train
+    saves = 1 + config.steps // train.checkpoint_every + config.steps // train.validate_every
+    count = min(saves, train.keep_checkpoints + SPARE_CHECKPOINTS)
     stored = sum(path.stat().st_size for path in (out / run_folder.CHECKPOINTS).rglob("*") if path.is_file())
-    size = parameters(build_decoder(config.model, config.residual, device="meta")).total
+    size = parameters(meta_decoder(config.model, config.residual)).total
     needed = max(0, count * CHECKPOINT_BYTES * size - stored)
     free = shutil.disk_usage(_nearest_existing(out)).free
     message = f"{needed / 2**30:.1f} GiB for {count} checkpoints, {free / 2**30:.1f} GiB free"
     if free < needed:
-        raise TrainError(f"{message}: free space, lower train.keep_checkpoints, or use a different --out")
+        raise TrainError(f"{message}: free space, lower train.keep_checkpoints, use a different --out, or use --force")
     return Check("disk", "ok", message)
 
 

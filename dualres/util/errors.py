@@ -1,4 +1,6 @@
-"""Exceptions that end a command with a message instead of a traceback."""
+"""Exceptions that end a command with a message instead of a traceback, and its exit code after an interruption."""
+
+INTERRUPTED = 130  # as a shell reports a process that Ctrl-C has ended
 
 
 class ConfigError(ValueError):

@@ -1,6 +1,5 @@
 """`dualres train --dry-run`: what it prints, and that it checks what a start would refuse."""
 
-import argparse
 import json
 import shutil
 from pathlib import Path
@@ -10,7 +9,6 @@ import pytest
 import torch
 
 from dualres.cli import main
-from dualres.commands.train import introduce
 from dualres.config.loading import load_config
 from dualres.config.schema import Config
 from dualres.model.accounting import parameters
@@ -20,9 +18,9 @@ from dualres.plan.estimate import estimate
 from dualres.plan.hardware import GIB, USABLE, Hardware
 from dualres.train import checkpoint, run_folder
 from dualres.train.optimizer import learning_rate
-from dualres.train.preflight import unused_mesh
+from dualres.train.preflight import check_start, unused_mesh
 from dualres.util.atomic_files import LOCK
-from tests.train.tiny import ALONE, Told, overrides, tiny_config
+from tests.train.tiny import overrides, tiny_config
 
 
 def plan_of(*arguments: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any]]:
@@ -240,6 +238,8 @@ def test_a_small_disk(elsewhere: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
         code, made = plan_of(*tiny(), capsys=capsys)
         assert checks_of(made)["disk"][0] == state
         assert code == (1 if state == "problem" else 0)
+    short = {"train__tokens": 2 * 4 * 32, "train__warmup_steps": 0}  # it saves once, at its end
+    assert checks_of(plan_of(*tiny(**short), capsys=capsys)[1])["disk"][0] == "ok"
     if torch.cuda.device_count() < 2:  # the disk of a machine that only plans stops nothing
         code, made = plan_of(*tiny("--gpus", "2"), capsys=capsys)
         assert (code, checks_of(made)["disk"][0]) == (0, "note")
@@ -316,18 +316,15 @@ def test_an_altered_shard_is_found_without_starting(
         assert (checks_of(made)["checksums"][0], code) == (state, 1 if state == "problem" else 0)
 
 
-def test_a_start_says_which_mesh_it_does_not_use(tmp_path: Path):
-    given = argparse.Namespace(scale="moe-7b", residual="dar-block", data=tmp_path)
-    progress = Told()
-    introduce(load_config("moe-7b", "dar-block"), given, tmp_path, ALONE, progress)
-    assert progress.said[1:] == [
+def test_a_mesh_that_is_not_used(data: Path, tmp_path: Path):
+    config = load_config("moe-7b", "dar-block")
+    [mesh] = [check for check in check_start(config, 1, data, tmp_path) if check.name == "mesh"]
+    assert mesh.state == "note"
+    assert mesh.details == (
         "train.parallel tensor=2, expert=4, sequence_parallel=True, zero_stage=1 is ignored by single: single "
         "shards no model, which gives the same results"
-    ]
-    progress = Told()
-    introduce(tiny_config(), given, tmp_path, ALONE, progress)
-    assert len(progress.said) == 1
-    config = load_config("moe-7b", "dar-block")
+    )
+    assert "mesh" not in [check.name for check in check_start(tiny_config(), 1, data, tmp_path)]
     assert unused_mesh(config, "deepspeed") == (
         "train.parallel tensor=2, expert=4, sequence_parallel=True is ignored by deepspeed: deepspeed "
         "shards no model, which gives the same results"
