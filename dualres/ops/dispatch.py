@@ -30,6 +30,7 @@ REMEDIES: dict[Kind, str] = {
 # The operators' namespace in `torch.ops`: dualres. Registering a name again frees the first operator, so code bundled
 # with an exported model has one of its own, the name of its module in ASCII.
 NAMESPACE = re.sub(r"[^0-9A-Za-z_]", lambda m: f"_{ord(m[0]):x}_", __name__.removesuffix(".ops.dispatch"))
+LOG = "dualres.ops"  # the logger that is told when kernels are compiled
 INTERPRETED = ("1", "true", "on")  # values of TRITON_INTERPRET that enable it
 
 

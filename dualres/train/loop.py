@@ -5,7 +5,9 @@ micro-batches; of W data-parallel ranks, rank r takes micro-batches r, r+W, … 
 method, engine or number of ranks. If W does not divide their number, zero-weight micro-batches are added.
 """
 
+import logging
 import math
+import os
 import signal
 import types
 from collections.abc import Callable, Iterator
@@ -21,6 +23,9 @@ from dualres.config.schema import Config, ConfigError
 from dualres.data import shards
 from dualres.data.loader import Loader, sum_over_windows
 from dualres.data.shards import Index
+from dualres.model.accounting import parameters
+from dualres.model.decoder import meta_decoder
+from dualres.ops import dispatch
 from dualres.train import provenance, run_folder
 from dualres.train.checkpoint import Checkpoints, load_initial_weights
 from dualres.train.engines.base import Engine, Losses, MicroBatch
@@ -31,9 +36,10 @@ from dualres.train.optimizer import learning_rate
 from dualres.train.process_group import World, set_timeout
 from dualres.util.atomic_files import write_json
 from dualres.util.errors import TrainError
-from dualres.util.progress import Progress
+from dualres.util.progress import Progress, short
 
 VERIFIED = "verified.json"  # the verified data files, which a resumed run can skip
+LARGE = 10**8  # parameters or tokens that take seconds to initialize or verify
 
 
 class TrainResult(NamedTuple):
@@ -74,8 +80,13 @@ class Training:
         self.steps = config.steps
         self.loader = Loader(data, index, "train", context, train.seed)
         self.validation_loader = Loader(data, index, "validation", context, None)
+        size = parameters(meta_decoder(config.model, config.residual)).total
+        if size > LARGE:
+            progress.say(f"building the model, {short(size)} parameters")
         self.engine: Engine = build_engine(config, world, index.end_of_text)
         self.checkpoints = Checkpoints(folder / run_folder.CHECKPOINTS, world, train.keep_checkpoints, progress.warn)
+        if train.peak_flops is None:
+            progress.show("measuring the peak FLOP/s of the device")
         self.throughput = Throughput(config, world.device, world.size)
         self.log: Log | None = None  # of the main rank
         self.step = self.best_step = 0
@@ -90,10 +101,14 @@ class Training:
         self.world.on_main(lambda: self._open_log(wandb))
         if any(self.world.gather_or_raise(self.world.terminated)):
             raise TrainError("terminated before the first step: run the same command to start again")
-        with stop_signals(self.world) as stop_requested:
+        first = self.step
+        with stop_signals(self.world, self.progress, lambda: self.step > first) as stop_requested:
             try:
-                with report_failed_ranks(self.world):  # before waiting for a save that may wait for a dead rank
+                # Before waiting for a save that may wait for a dead rank:
+                with report_failed_ranks(self.world), say_compiling(self.progress):
                     stopped = False
+                    if self.step < self.steps:
+                        self._announce_first_step()
                     while self.step < self.steps and not stopped:
                         stopped = self._one_step(stop_requested)
                     return self._end()
@@ -105,6 +120,11 @@ class Training:
 
     def _open_log(self, wandb: str | None) -> None:
         self.log = Log(self.folder, self.step, self.progress.warn, wandb)
+
+    def _announce_first_step(self) -> None:
+        if self.config.train.compile != "off":
+            self.progress.say("compiling blocks: the first step takes minutes, or seconds if PyTorch has cached them")
+        self.progress.show("running the first step")
 
     def _one_step(self, stop_requested: Callable[[], bool]) -> bool:
         """Take one training step. -> whether to stop"""
@@ -203,6 +223,8 @@ class Training:
 
     def _restore(self, start: Path | None) -> None:
         tensors = self.engine.tensors()
+        if (last := self.checkpoints.last()) is not None:
+            self.progress.show(f"loading {last}")
         state = self.checkpoints.restore(tensors)
         if state is None and start is not None:
             load_initial_weights(start, tensors, distributed=self.world.size > 1)
@@ -265,13 +287,23 @@ class Training:
 
 
 @contextmanager
-def stop_signals(world: World) -> Iterator[Callable[[], bool]]:
-    """SIGTERM and Ctrl-C request a stop after this step; in a single process a second Ctrl-C stops immediately."""
+def stop_signals(world: World, progress: Progress, has_progressed: Callable[[], bool]) -> Iterator[Callable[[], bool]]:
+    """SIGTERM and Ctrl-C request a stop after this step.
+
+    In a single process, Ctrl-C stops immediately if no step is finished, and a second one ends the process. (torchrun
+    sends a second one itself.)
+    """
     received: list[int] = []
 
     def handle(number: int, frame: types.FrameType | None) -> None:
-        if number == signal.SIGINT and received and world.size == 1:
-            raise KeyboardInterrupt
+        if world.size == 1:
+            if number == signal.SIGINT and not has_progressed():
+                raise KeyboardInterrupt
+            # By the system, without Python: it may be deep in a library. Files are complete or replaced on resuming.
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+        if not received and not progress.quiet:
+            now = "; Ctrl-C again stops now, without saving" if world.size == 1 else ""
+            os.write(2, f"\nstopping after this step{now}\n".encode())  # print is not reentrant
         received.append(number)
 
     before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
@@ -280,6 +312,30 @@ def stop_signals(world: World) -> Iterator[Callable[[], bool]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def say_compiling(progress: Progress) -> Iterator[None]:
+    """Say once that kernels are compiled, if they are."""
+    messages: list[str] = []
+
+    def emit(record: logging.LogRecord) -> None:
+        messages.append(record.getMessage())
+        if len(messages) == 1:
+            progress.say(messages[0])
+
+    log, handler = logging.getLogger(dispatch.LOG), logging.Handler()
+    handler.emit = emit  # type: ignore[method-assign]
+    before, propagate = log.level, log.propagate
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(before)
+        log.propagate = propagate
 
 
 def check_batch(config: Config, processes: int) -> None:
@@ -304,9 +360,9 @@ def check_vocabulary(config: Config, data: Path, index: Index) -> None:
 def _verify(config: Config, data: Path, folder: Path, index: Index, world: World, progress: Progress) -> None:
     """Verify all checksums, distributed over the ranks, unless an earlier launch did."""
     known = world.broadcast(shards.read_stamps(folder / VERIFIED))
-    if known is None and index.tokens("train") > 10**8:
+    if known is None and index.tokens("train") > LARGE:
         progress.say(f"verifying all of {data} once")
-    share = world.rank, world.size
-    stamps = world.gather_or_raise(lambda: shards.verify(data, index, config.model.vocab_size, known or {}, share))
+    share, vocab_size = (world.rank, world.size), config.model.vocab_size
+    stamps = world.gather_or_raise(lambda: shards.verify(data, index, vocab_size, known or {}, share, progress.show))
     if world.is_main:
         write_json(folder / VERIFIED, {file: stamp for part in stamps for file, stamp in part.items()})

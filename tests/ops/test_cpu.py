@@ -9,11 +9,13 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from numba.core import event
 
 from dualres import ops
 from dualres.ops.cpu import compiler, launch, rows
@@ -207,8 +209,18 @@ def test_sums_do_not_depend_on_addresses(name: str):
         assert len(outcomes) == 1, f"width {width}"
 
 
+@pytest.mark.parametrize(("function", "ours"), [(rows.load_with_dots.py_func, True), (math.hypot, False)])
+def test_a_kernel_that_is_compiled_is_logged(function: Any, ours: bool, caplog: pytest.LogCaptureFixture):
+    caplog.set_level("INFO")
+    caplog.clear()
+    start = event.Event("numba:compile", event.EventStatus.START, {"dispatcher": SimpleNamespace(py_func=function)})
+    event.broadcast(start)
+    assert [record.getMessage()[:21] for record in caplog.records] == ["compiling CPU kernels"] * ours
+
+
 PROGRAM = """
-import hashlib, torch
+import hashlib, logging, torch
+logging.basicConfig(level=logging.INFO)
 from tests.small import RESIDUALS, gradients, model_config, next_token_loss, random_tokens, stirred
 
 torch.set_num_threads(1)
@@ -220,10 +232,12 @@ print(hashlib.sha256(b"".join(x.numpy().tobytes() for x in gradients(decoder).va
 
 @pytest.mark.slow
 def test_a_process_that_compiles_gets_the_bits_of_one_that_loads(tmp_path: Path):
+    """Only the first says that it compiles."""
     found = []
-    for _ in range(3):
+    for number in range(3):
         environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
         run = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=environment, cwd=ROOT)
         assert run.returncode == 0, run.stderr
+        assert ("compiling CPU kernels, once: they are cached in" in run.stderr) == (number == 0)
         found.append(run.stdout)
     assert len(set(found)) == 1

@@ -5,7 +5,6 @@ It happens once, where ONCE names a file that is not there yet.
 
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from dualres.cli import main
+from dualres.cli import run
 from dualres.train import checkpoint, loop
 
 REASON = "a value that only this rank has"
@@ -26,6 +25,15 @@ def raises(*_: Any) -> None:
 
 def killed(*_: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def interrupted(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def interrupted_twice(*_: Any) -> None:
+    interrupted()
+    interrupted()
 
 
 def stopped(*_: Any) -> None:
@@ -42,6 +50,10 @@ def late(*_: Any) -> None:
 
 def at_step(training: loop.Training, *_: Any) -> bool:
     return training.step == STEP
+
+
+def at_the_first_step(training: loop.Training, *_: Any) -> bool:
+    return training.step == 0
 
 
 def at_once(*_: Any) -> bool:
@@ -65,6 +77,8 @@ def before(owner: Any, name: str, fault: Callable[..., None], when: Callable[...
 FAULTS: dict[str, Callable[[], None]] = {
     "raises": lambda: before(loop.Training, "_record", raises, at_step),
     "killed": lambda: before(loop.Training, "_record", killed, at_step),
+    "interrupted_twice": lambda: before(loop.Training, "_record", interrupted_twice, at_step),
+    "interrupted_first_step": lambda: before(loop.Training, "_micro_batches", interrupted, at_the_first_step),
     "stopped": lambda: before(loop.Training, "_record", stopped, at_step),
     "sleeps": lambda: before(loop.Training, "_record", sleeps, at_step),
     "killed_at_the_start": lambda: before(loop, "build_engine", killed),
@@ -78,4 +92,4 @@ if __name__ == "__main__":
         FAULTS[fault]()
     elif os.environ.get("OTHERS"):
         FAULTS[os.environ["OTHERS"]]()
-    sys.exit(main(sys.argv[1:]))
+    run()

@@ -99,10 +99,28 @@ def test_a_signal_ends_the_command_cleanly(number: int, data: Path, tmp_path: Pa
     process = launch(data, folder, **LONG_RUN)
     wait_for(lambda: rows_there(folder) > 5, process, folder)
     process.send_signal(number)
-    finish(process, folder)
+    assert process.wait(DEADLINE) == 130, said(folder)[-3000:]
     step = json.loads((checkpoints(folder)[-1] / "state.json").read_text())["step"]
     assert f"stopped at step {step} of {LONG}; saved as {checkpoints(folder)[-1]}" in said(folder)
     assert "Traceback" not in said(folder)
+
+
+@pytest.mark.slow
+def test_ctrl_c_twice_and_at_the_first_step(data: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The second ends the process within the step; what is on disk resumes. Before a step there is nothing to save."""
+    folder = tmp_path / "run"
+    for fault, code in (("interrupted_first_step", 130), ("interrupted_twice", -signal.SIGINT)):
+        monkeypatch.setenv("FAULT", f"0 {fault}")
+        assert launch(data, folder, program="tests.parallel.fault_worker").wait(DEADLINE) == code
+        assert "Traceback" not in said(folder)
+        assert "FATAL" not in said(folder)
+        if code == 130:
+            assert said(folder).endswith("dualres: interrupted\n")
+            assert checkpoints(folder) == []
+    assert said(folder).endswith("stopping after this step; Ctrl-C again stops now, without saving\n")
+    assert damage(checkpoints(folder)[-1]) == []
+    finish(launch(data, folder), folder)
+    assert metrics(folder) == metrics(whole)
 
 
 @pytest.mark.slow
@@ -113,7 +131,7 @@ def test_torchrun_passes_the_signal_on(data: Path, tmp_path: Path):
     process = launch(data, folder, ranks=2, **LONG_RUN)
     wait_for(lambda: rows_there(folder) > 5, process, folder)
     process.send_signal(signal.SIGTERM)
-    process.wait(DEADLINE)
+    assert process.wait(DEADLINE) == 1
     last = checkpoints(folder)[-1]
     assert f"of {LONG}; saved as {last}" in said(folder)
     assert damage(last) == []
@@ -148,7 +166,8 @@ def test_from_two_ranks_to_one_and_back(data: Path, whole: Path, tmp_path: Path)
             wait_for(lambda wanted=wanted: rows_there(folder) > wanted, process, folder)
             for worker in descendants(process.pid)[-ranks:]:  # torchrun's workers, or the process itself
                 os.kill(worker, signal.SIGTERM)
-        finish(process, folder)
+        # torchrun must not restart ranks that were told to stop.
+        assert process.wait(DEADLINE) == (130 if ranks == 1 and wanted < STEPS else 0), said(folder)[-3000:]
         ends.append(checkpoints(folder)[-1].name)
     assert said(folder).count("stopped at step") == 2
     assert all(f"resumed from {folder / run_folder.CHECKPOINTS / name}" in said(folder) for name in ends[:2])
@@ -183,7 +202,7 @@ def test_a_full_disk_during_a_save(ranks: int, data: Path, whole: Path, tmp_path
     wait_for(lambda: len(checkpoints(folder)) > 0, process, folder)
     for worker in descendants(process.pid)[-ranks:]:
         os.kill(worker, signal.SIGTERM)
-    finish(process, folder)
+    assert process.wait(DEADLINE) == (130 if ranks == 1 else 0), said(folder)[-3000:]
     before = checkpoints(folder)[-1]
     limited = launch(data, folder, ranks=ranks, limit=limit_files)
     assert limited.wait(DEADLINE) != 0

@@ -1,6 +1,7 @@
 """A run from its start to its end, stopped and taken up again, and what it refuses."""
 
 import json
+import logging
 import math
 import os
 import shutil
@@ -26,7 +27,7 @@ from dualres.model.loss import Objective
 from dualres.ops import dispatch
 from dualres.train import run_folder
 from dualres.train.checkpoint import STATE, Checkpoints, damage
-from dualres.train.loop import check_batch
+from dualres.train.loop import check_batch, say_compiling
 from dualres.train.metrics import SPEED, read_rows
 from dualres.train.optimizer import learning_rate
 from dualres.util.errors import DataError, TrainError
@@ -138,6 +139,41 @@ def test_a_signal_saves_says_so_and_stops(data: Path, whole: Path, tmp_path: Pat
     assert train_tiny(tiny_config(), data, folder, again).finished
     assert f"resumed from {folder / run_folder.CHECKPOINTS / 'step-000000008'}" in again.said
     assert metrics(folder) == metrics(whole)
+
+
+def test_after_a_signal_ctrl_c_ends_the_process(data: Path, tmp_path: Path):
+    """Not by Python, which would wait for what runs in a library."""
+    seen = []
+
+    def twice() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        seen.append(signal.getsignal(signal.SIGINT))
+
+    before = signal.getsignal(signal.SIGINT)
+    train_tiny(tiny_config(), data, tmp_path, Told(7, twice))
+    assert seen == [signal.SIG_DFL]
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_ctrl_c_in_the_first_step_has_nothing_to_save(data: Path, tmp_path: Path):
+    class Impatient(Told):
+        def show(self, text: str) -> None:
+            if text == "running the first step":
+                os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        train_tiny(tiny_config(), data, tmp_path, Impatient())
+    assert not checkpoints(tmp_path)
+
+
+def test_kernels_that_compile_are_announced_once():
+    told, log = Told(), logging.getLogger(dispatch.LOG)
+    with say_compiling(told):
+        for _ in range(2):
+            log.info("compiling %s", "kernels")
+    log.info("compiling after the run")
+    assert told.said == ["compiling kernels"]
+    assert (log.handlers, log.level, log.propagate) == ([], logging.NOTSET, True)
 
 
 def test_a_finished_run_stays_as_it_is(data: Path, whole: Path):

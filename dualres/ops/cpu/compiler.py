@@ -1,11 +1,15 @@
 """Compilation of the kernels, which are cached on disk so that only the first run compiles."""
 
 import hashlib
+import logging
 from pathlib import Path
 from typing import Any
 
 from numba import njit
+from numba.core import event
 from numba.core.compiler import Compiler
+
+from dualres.ops.dispatch import LOG
 
 SOURCES = Path(__file__).parent
 STAMP = "cpu.sources"
@@ -45,6 +49,21 @@ FOLDER = cache_folder()
 if FOLDER is not None:
     remove_stale(FOLDER)
 OPTIONS: dict[str, Any] = {"nogil": True, "cache": FOLDER is not None, "error_model": "numpy"}
+
+
+class _Announcement(event.Listener):
+    """Logs that a kernel is compiled, not that one is loaded from the cache."""
+
+    def on_start(self, event: Any) -> None:
+        if event.data["dispatcher"].py_func.__module__.startswith(str(__package__)):
+            cached = f", once: they are cached in {FOLDER}" if FOLDER is not None else ""
+            logging.getLogger(LOG).info("compiling CPU kernels%s", cached)
+
+    def on_end(self, event: Any) -> None:
+        """Required by numba."""
+
+
+event.register("numba:compile", _Announcement())
 
 
 class NoAlias(Compiler):
