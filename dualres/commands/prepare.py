@@ -68,6 +68,11 @@ def run(args: argparse.Namespace) -> int:
         documents = sum(shard.documents for shard in index.shards(split))
         print(f"{split:10}  {index.tokens(split):>15,} tokens  {documents:>11,} documents")
     print(f"vocabulary  {index.vocab_size:,}; wrote {args.out}")
+    if not index.validation:
+        Progress().say(
+            "dualres: the validation split is empty, and `dualres train` needs one: prepare a new folder with a larger "
+            f"--held-out than {args.held_out:g}, or more documents"
+        )
     return 0
 
 

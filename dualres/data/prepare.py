@@ -91,6 +91,12 @@ def _prepare(settings: Settings, parts: Sequence[SourcePart], out: Path, show: S
         state.tokenizer, state.place, state.chunks = tokenizer.fingerprint, place, state.chunks + 1
         state.write(out)
     if not state.train:
+        if state.validation:
+            held_out = sum(shard.documents for shard in state.validation)
+            raise DataError(
+                f"all documents of {settings.source}, {held_out:,}, were held out, none is left for training: use a "
+                f"smaller --held-out than {settings.held_out:g} with a new folder, or more documents"
+            )
         raise DataError(f"the source {settings.source} has no documents for training: use a different source")
     index = Index(
         settings.source,

@@ -112,6 +112,19 @@ def test_a_source_without_documents(tmp_path: Path, name: str, content: bytes, t
     assert not (tmp_path / "out" / "index.json").exists()
 
 
+def test_a_split_that_is_empty(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Without training documents there is nothing to use; without validation, training will not start."""
+    (tmp_path / "a.txt").write_text("one document\n")
+    given = ["prepare", str(tmp_path / "a.txt"), "--tokenizer", "bytes"]
+    assert main([*given, str(tmp_path / "none"), "--held-out", "0.999999"]) == 2
+    assert "were held out, none is left for training: use a smaller --held-out than 0.999999" in capsys.readouterr().err
+    assert not (tmp_path / "none" / "index.json").exists()
+    for _ in ("first", "again"):
+        assert main([*given, str(tmp_path / "all"), "--held-out", "0"]) == 0
+        err = capsys.readouterr().err
+        assert "the validation split is empty, and `dualres train` needs one: prepare a new folder with a larger" in err
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
