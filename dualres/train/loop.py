@@ -36,7 +36,7 @@ from dualres.train.optimizer import learning_rate
 from dualres.train.process_group import World, set_timeout
 from dualres.util.atomic_files import write_json
 from dualres.util.errors import TrainError
-from dualres.util.progress import Progress, short
+from dualres.util.progress import Progress, short, silent
 
 VERIFIED = "verified.json"  # the verified data files, which a resumed run can skip
 LARGE = 10**8  # parameters or tokens that take seconds to initialize or verify
@@ -360,9 +360,10 @@ def check_vocabulary(config: Config, data: Path, index: Index) -> None:
 def _verify(config: Config, data: Path, folder: Path, index: Index, world: World, progress: Progress) -> None:
     """Verify all checksums, distributed over the ranks, unless an earlier launch did."""
     known = world.broadcast(shards.read_stamps(folder / VERIFIED))
-    if known is None and index.tokens("train") > LARGE:
+    large = index.tokens("train") > LARGE
+    if known is None and large:
         progress.say(f"verifying all of {data} once")
-    share, vocab_size = (world.rank, world.size), config.model.vocab_size
-    stamps = world.gather_or_raise(lambda: shards.verify(data, index, vocab_size, known or {}, share, progress.show))
+    share, vocab_size, show = (world.rank, world.size), config.model.vocab_size, progress.show if large else silent
+    stamps = world.gather_or_raise(lambda: shards.verify(data, index, vocab_size, known or {}, share, show))
     if world.is_main:
         write_json(folder / VERIFIED, {file: stamp for part in stamps for file, stamp in part.items()})

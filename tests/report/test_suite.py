@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from dualres.config.paper import KV_ABLATION, SIZE_SWEEP
 from dualres.report import comparison
 from dualres.report.comparison import ComparisonRow
 from dualres.report.runs import Run
-from dualres.report.suite import Suite, SuiteRun, all_runs, finished_runs, group_by_rate
+from dualres.report.suite import Suite, SuiteRun, all_runs, finished_runs, group_by_rate, run_all
 from dualres.train.run_folder import SUMMARY
 from tests.train.tiny import ROOT, metrics, overrides, tiny_config, tiny_data, train_tiny
 
@@ -186,6 +187,22 @@ def test_an_interrupted_suite_goes_on(data: Path, tmp_path: Path, how: signal.Si
     assert not (first / SUMMARY).exists()
     assert subprocess.run(command, cwd=ROOT, check=False, capture_output=True).returncode == 0
     assert len(list(out.glob(f"*/{SUMMARY}"))) == 2
+
+
+@pytest.mark.parametrize("code", [130, -signal.SIGINT], ids=["saved", "second Ctrl-C"])
+def test_after_an_interrupted_run_no_other_starts(code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    commands: list[list[str]] = []
+
+    def start(command: list[str]) -> Any:
+        commands.append(command)
+        return SimpleNamespace(wait=lambda: code)
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    suite = Suite(all_runs([("nano", "standard")], [0, 1]), tmp_path, tmp_path, force=True)
+    with pytest.raises(KeyboardInterrupt):
+        run_all(suite, lambda text: None)
+    [command] = commands
+    assert "--force" in command
 
 
 def test_a_failing_run_does_not_stop_the_others(data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]):

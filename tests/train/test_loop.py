@@ -1,5 +1,6 @@
 """A run from its start to its end, stopped and taken up again, and what it refuses."""
 
+import dataclasses
 import json
 import logging
 import math
@@ -25,8 +26,9 @@ from dualres.hub.open_model import find_checkpoint, open_model
 from dualres.model.decoder import Decoder, build_decoder
 from dualres.model.loss import Objective
 from dualres.ops import dispatch
-from dualres.train import run_folder
+from dualres.train import loop, run_folder
 from dualres.train.checkpoint import STATE, Checkpoints, damage
+from dualres.train.engines import build
 from dualres.train.loop import check_batch, say_compiling
 from dualres.train.metrics import SPEED, read_rows
 from dualres.train.optimizer import learning_rate
@@ -164,6 +166,26 @@ def test_ctrl_c_in_the_first_step_has_nothing_to_save(data: Path, tmp_path: Path
     with pytest.raises(KeyboardInterrupt):
         train_tiny(tiny_config(), data, tmp_path, Impatient())
     assert not checkpoints(tmp_path)
+
+
+def test_what_takes_long_before_the_first_step_is_said(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    class All(Told):
+        def show(self, text: str) -> None:
+            self.said.append(text)
+
+    monkeypatch.setattr(loop, "LARGE", 0)
+    monkeypatch.setattr(build, "compile_blocks", lambda stack, mode: None)
+    config = tiny_config(train__tokens=2 * 4 * 32, train__warmup_steps=1, train__compile="default")
+    told, again = All(), All()
+    train_tiny(
+        dataclasses.replace(config, train=dataclasses.replace(config.train, peak_flops=None)), data, tmp_path, told
+    )
+    beginnings = ["verifying all of", "verifying", "verifying", "building the model, ", "measuring the peak FLOP/s"]
+    beginnings += ["compiling blocks", "running the first step", "step 1/2"]
+    for text, beginning in zip(told.said, beginnings, strict=False):
+        assert text.startswith(beginning)
+    train_tiny(config, data, tmp_path, again)
+    assert [text.split()[0] for text in again.said] == ["building", "loading", "resumed"]  # it is finished
 
 
 def test_kernels_that_compile_are_announced_once():
