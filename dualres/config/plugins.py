@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from dualres.config.validation import ConfigError
+from dualres.util.errors import ConfigError
 
 REGISTERED: dict[str, str] = {}  # methods of `dualres.register_method`, each with the module that registers it
 

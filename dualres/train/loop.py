@@ -301,7 +301,7 @@ def stop_signals(world: World, progress: Progress, has_progressed: Callable[[], 
                 raise KeyboardInterrupt
             # By the system, without Python: it may be deep in a library. Files are complete or replaced on resuming.
             signal.signal(signal.SIGINT, signal.SIG_DFL)
-        if not received and not progress.quiet:
+        if not received and not progress.muted and progress.verbosity >= 0:
             now = "; Ctrl-C again stops now, without saving" if world.size == 1 else ""
             os.write(2, f"\nstopping after this step{now}\n".encode())  # print is not reentrant
         received.append(number)

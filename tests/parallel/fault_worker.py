@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from dualres.cli import run
+from dualres.__main__ import run
 from dualres.train import checkpoint, loop
 
 REASON = "a value that only this rank has"

@@ -19,6 +19,7 @@ from dualres.report.comparison import ComparisonRow
 from dualres.report.runs import Run
 from dualres.report.suite import Suite, SuiteRun, all_runs, finished_runs, group_by_rate, run_all
 from dualres.train.run_folder import SUMMARY
+from dualres.util.progress import Progress
 from tests.train.tiny import ROOT, metrics, overrides, tiny_config, tiny_data, train_tiny
 
 SHORT: dict[str, Any] = {"train__tokens": 8 * 4 * 32, "train__validate_every": 4}
@@ -200,7 +201,7 @@ def test_after_an_interrupted_run_no_other_starts(code: int, tmp_path: Path, mon
     monkeypatch.setattr(subprocess, "Popen", start)
     suite = Suite(all_runs([("nano", "standard")], [0, 1]), tmp_path, tmp_path, force=True)
     with pytest.raises(KeyboardInterrupt):
-        run_all(suite, lambda text: None)
+        run_all(suite, Progress(muted=True))
     [command] = commands
     assert "--force" in command
 

@@ -159,7 +159,7 @@ def test_after_a_signal_ctrl_c_ends_the_process(data: Path, tmp_path: Path):
 
 def test_ctrl_c_in_the_first_step_has_nothing_to_save(data: Path, tmp_path: Path):
     class Impatient(Told):
-        def show(self, text: str) -> None:
+        def show(self, text: str, fraction: float | None = None) -> None:
             if text == "running the first step":
                 os.kill(os.getpid(), signal.SIGINT)
 
@@ -170,7 +170,7 @@ def test_ctrl_c_in_the_first_step_has_nothing_to_save(data: Path, tmp_path: Path
 
 def test_what_takes_long_before_the_first_step_is_said(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     class All(Told):
-        def show(self, text: str) -> None:
+        def show(self, text: str, fraction: float | None = None) -> None:
             self.said.append(text)
 
     monkeypatch.setattr(loop, "LARGE", 0)
