@@ -219,10 +219,14 @@ def test_gated_read(kind: str, name: str, row: str, dtype: str):
     compare(op(ops.gated_read), op(reference.gated_read), inputs, DTYPES[dtype])
 
 
+# Odd streams: kernels take two at a time, or pad them to a power of two.
+SIZES = [(2, 2, 20), (3, 5, 7), (3, 6, 20), (4, 4, 20), (4, 6, 3), (4, 6, 20), (8, 9, 3)]
+
+
 @pytest.mark.axes(kind="cpu", streams=4, count=6, steps=20, normed=True, dtype="fp32")
 @pytest.mark.parametrize("dtype", ROWS)
 @pytest.mark.parametrize("normed", [True, False], ids=["normed", "plain"])
-@pytest.mark.parametrize(("streams", "count", "steps"), [(2, 2, 20), (3, 5, 7), (4, 4, 20), (4, 6, 20), (8, 9, 3)])
+@pytest.mark.parametrize(("streams", "count", "steps"), SIZES)
 def test_hyper_read(kind: str, streams: int, count: int, steps: int, normed: bool, dtype: str):
     draw = Numbers(DTYPES[dtype])
     width = ODD[-1]
@@ -264,7 +268,7 @@ def test_sinkhorn_survives_extreme_logits(kind: str):
 @pytest.mark.axes(kind="cpu", streams=2, count=3, learned=True, dtype="fp32")
 @pytest.mark.parametrize("dtype", ROWS)
 @pytest.mark.parametrize("learned", [True, False], ids=["learned", "constant"])
-@pytest.mark.parametrize(("streams", "count"), [(1, 1), (2, 3), (4, 6), (8, 12)])
+@pytest.mark.parametrize(("streams", "count"), [(1, 1), (2, 3), (3, 3), (2, 9), (4, 6), (8, 12)])
 def test_write(kind: str, streams: int, count: int, learned: bool, dtype: str):
     draw = Numbers(DTYPES[dtype])
     coefficients = draw.parameter(count, streams, *ODD[:2])
