@@ -1,7 +1,8 @@
 """Activation recomputation of every block changes no bit and keeps less for the backward pass."""
 
+import contextlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -25,6 +26,27 @@ from dualres.model.decoder import Decoder
 from tests.small import FEEDFORWARDS, RESIDUALS, model_config, next_token_loss, random_tokens, stirred
 
 
+@contextlib.contextmanager
+def kept_by(module: nn.Module) -> Iterator[dict[int, torch.UntypedStorage]]:
+    """What is kept for the backward pass, without parameters: the storages themselves, so that no address is reused."""
+    own = {p.untyped_storage().data_ptr() for p in module.parameters()}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        yield kept
+
+
+def size_of(kept: dict[int, torch.UntypedStorage]) -> int:
+    """In bytes."""
+    return sum(storage.nbytes() for storage in kept.values())
+
+
 class Step(NamedTuple):
     losses: list[Tensor]
     reports: list[RouterReport]
@@ -37,22 +59,13 @@ def step(decoder: Decoder) -> Step:
 
     The first goes backward last, and is then recomputed after the second.
     """
-    own = {p.untyped_storage().data_ptr() for p in decoder.parameters()}
-    kept: dict[int, Any] = {}  # the storages themselves, so that no address is used twice
-
-    def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage
-        return tensor
-
     losses, reports = [], []
-    with saved_tensors_hooks(keep, lambda tensor: tensor):
+    with kept_by(decoder) as kept:
         for seed in (0, 1):
             tokens, report = random_tokens(seed=seed), RouterReport()
             losses.append(next_token_loss(decoder(tokens, report=report), tokens))
             reports.append(report)
-    size = sum(storage.nbytes() for storage in kept.values())
+    size = size_of(kept)
     for loss in reversed(losses):
         loss.backward()
     gradients = [p.grad for p in decoder.parameters() if p.grad is not None]
@@ -115,8 +128,8 @@ def dropping(residual: str) -> ResidualStack:
     return stack
 
 
-def step_of_dropping(residual: str, how: Recompute, backend: str | None) -> list[Tensor]:
-    """Output, gradients, and the random number that is drawn next."""
+def step_of_dropping(residual: str, how: Recompute, backend: str | None) -> tuple[list[Tensor], int]:
+    """Output, gradients, and the random number that is drawn next; the bytes kept for the backward pass."""
     stack = dropping(residual)
     recompute_blocks(stack, how)
     if backend is not None:
@@ -127,15 +140,17 @@ def step_of_dropping(residual: str, how: Recompute, backend: str | None) -> list
     return outcome_of_dropping(stack)
 
 
-def outcome_of_dropping(stack: ResidualStack) -> list[Tensor]:
+def outcome_of_dropping(stack: ResidualStack) -> tuple[list[Tensor], int]:
     torch.manual_seed(1)
     x = torch.randn(2, 7, 32)
-    outputs = [stack(x), stack(x)]
+    with kept_by(stack) as kept:
+        outputs = [stack(x), stack(x)]
+    size = size_of(kept)
     assert not torch.equal(*outputs)  # they drop
     sum(output.square().mean() for output in reversed(outputs)).backward()
     found = [parameter.grad for parameter in stack.parameters() if parameter.grad is not None]
     assert len(found) == len(list(stack.parameters()))
-    return [*outputs, *found, torch.rand(3)]
+    return [*outputs, *found, torch.rand(3)], size
 
 
 # A kind with history and one without, both ways of recomputing, both backends.
@@ -157,9 +172,10 @@ COMPILED = [
     [pytest.param(r, how, None, id=f"{r}-{how}") for r in RESIDUALS for how in ("full", "selective")] + COMPILED,
 )
 def test_dropout_drops_the_same_again(residual: str, how: Recompute, backend: str | None):
-    plain = step_of_dropping(residual, "none", backend)
-    recomputed = step_of_dropping(residual, how, backend)
+    plain, all_kept = step_of_dropping(residual, "none", backend)
+    recomputed, kept = step_of_dropping(residual, how, backend)
     assert all(torch.equal(ours, wanted) for ours, wanted in zip(recomputed, plain, strict=True))
+    assert kept < all_kept
 
 
 @pytest.mark.parametrize(
