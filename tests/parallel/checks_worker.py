@@ -167,7 +167,12 @@ CHECKS: dict[str, Callable[[World], list[str]]] = {
     },
     **{
         f"fewer rows on {mesh.describe()}": functools.partial(fewer_rows, mesh)
-        for mesh in (Mesh(data=2, pipeline=2), Mesh(tensor=2, pipeline=2), Mesh(data=2, tensor=2, expert=2))
+        for mesh in (
+            Mesh(pipeline=4),
+            Mesh(data=2, pipeline=2),
+            Mesh(tensor=2, pipeline=2),
+            Mesh(data=2, tensor=2, expert=2),
+        )
     },
     **{
         f"compiled on {mesh.describe()}": functools.partial(compiled, mesh)
@@ -186,6 +191,7 @@ SOME = (
     "bytes of dar-block on dp2·pp2×2",
     "bytes of dar-block on tp2·pp2",
     "bytes of mhc on dp2·pp2×2",
+    "fewer rows on pp4",
     "fewer rows on tp2·pp2",
     "compiled on dp2·tp2/ep2",
     "bfloat16 on tp2·pp2",
