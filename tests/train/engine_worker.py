@@ -23,6 +23,7 @@ SHORT: dict[str, Any] = {  # three micro-batches of a step, which two ranks do n
     "train__tokens": 12 * 3 * 32,
     "train__micro_batch": 1,
     "train__global_batch": 3,
+    "analyze__every": 6,
 }
 
 

@@ -55,6 +55,10 @@ def test_two_processes_train_like_one(group: str, alone: dict[str, Path], data: 
         if case[2] == "moe":
             routers = [[row["router_loss"] for row in rows(folder) if "loss" in row] for folder in (ours, wanted)]
             assert routers[0] == pytest.approx(routers[1], rel=1e-5), name(*case)
+        looked = [[row for row in rows(folder) if "analysis/cka" in row] for folder in (ours, wanted)]
+        assert [row["step"] for row in looked[0]] == [6, 12]
+        for found, one in zip(*looked, strict=True):  # all ranks look, one logs, and sees what one process alone sees
+            assert found == pytest.approx(one, rel=1e-3), name(*case)
         weights = zip(open_model(ours).decoder.parameters(), open_model(wanted).decoder.parameters(), strict=True)
         # AdamW divides by the root of the second moment: where a gradient is rounding only, so is the step.
         assert max(relative_error(a, b) for a, b in weights if b.dim() > 1) < 1e-3, name(*case)

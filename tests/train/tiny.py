@@ -106,7 +106,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 def losses(folder: Path) -> list[float]:
     """Of training and validation, in the order of the run."""
-    return [row["loss"] if "loss" in row else row["validation_loss"] for row in rows(folder)]
+    return [row[key] for row in rows(folder) for key in ("loss", "validation_loss") if key in row]
 
 
 def checkpoints(folder: Path) -> list[Path]:
