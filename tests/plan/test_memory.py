@@ -19,7 +19,7 @@ from dualres.model.block import recompute_blocks
 from dualres.model.decoder import build_decoder
 from dualres.model.loss import Objective
 from dualres.ops import dispatch
-from dualres.parallel.mesh import Mesh
+from dualres.parallel.mesh import Mesh, mesh_of
 from dualres.plan.activations import CASTING, Memory, Passes, count_passes
 from dualres.plan.estimate import estimate
 from dualres.plan.hardware import Hardware
@@ -195,6 +195,17 @@ def test_memory_of_a_rank_of_fsdp2(ranks: World, config: Config, above: float):
     tensors = list(build_decoder(config.model, config.residual, device="meta").parameters())
     padding = sum((ranks.size - 1) * 4 * tensor[0].numel() for tensor in tensors)
     assert whole <= ranks.size * found.weights <= whole + padding
+
+
+@pytest.mark.parametrize("ranks", [2], indirect=True)
+def test_memory_of_a_rank_of_a_tensor_group(ranks: World):
+    """FSDP2 gathers the weights of a single data-parallel rank too, but sums no gradients: the plan counts both."""
+    group = {"train__parallel__tensor": 2, "train__parallel__sequence_parallel": "true", "model__kv_heads": 2}
+    config = tiny_config(train__precision="bf16", train__engine="fsdp2", **WIDE, **group)
+    held, most = step_memory(config, ranks)
+    found = estimate(config, "fsdp2", mesh_of(config, ranks.size), Hardware()).memory[0]
+    assert {name: getattr(found, name) for name in held} == held
+    assert 0.99 * most < found.total - sum(held.values()) < 1.25 * most
 
 
 STATE = Memory._fields[: Memory._fields.index("activations")]  # and what engines add to it
