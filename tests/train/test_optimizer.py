@@ -51,7 +51,7 @@ class OwnModel(nn.Module):
         branches: list[nn.Module] = [attention, nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8))] * 2
         self.stack = residual_stack(branches, 8, "dar-block")
         self.recurrent = nn.GRU(8, 8)
-        self.grid_norm = nn.LayerNorm((5, 8))
+        self.grid_norm, self.batch_norm = nn.LayerNorm((5, 8)), nn.BatchNorm1d(8)
         self.head = nn.Linear(8, 7)
         self.head.weight = self.embedding.weight  # tied
         self.probe = nn.Linear(8, 2).requires_grad_(False)
