@@ -92,6 +92,24 @@ def test_without_matplotlib_there_is_a_table(
     assert not list(copied.glob("curves.*"))
 
 
+@pytest.mark.parametrize(("verbosity", "option"), [(-1, {"--quiet"}), (0, set()), (1, {"--verbose"})])
+def test_runs_say_as_much_as_the_suite(
+    verbosity: int, option: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    commands = []
+
+    class Failing:
+        def __init__(self, command: list[str]):
+            commands.append(command)
+
+        def wait(self) -> int:
+            return 1
+
+    monkeypatch.setattr("subprocess.Popen", Failing)
+    assert len(run_all(Suite(all_runs([("nano", "standard")], [0]), tmp_path, tmp_path), Progress(verbosity))) == 1
+    assert {*commands[0]} & {"--quiet", "--verbose"} == option
+
+
 def test_methods_see_the_same_data_and_start(suite: Path):
     """Zero queries and equal branch weights: the first losses are nearly those of `standard`, and seeds differ."""
     first = {
