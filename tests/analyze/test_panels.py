@@ -36,10 +36,10 @@ def check_numbers(figure: Figure, count: int) -> None:
     [[left, _], [right, _]] = axis.transData.transform([[0, 0], [1, 0]])
     [[_, top], [_, bottom]] = axis.transData.transform([[0, 0], [0, 1]])
     for text in axis.texts:
-        box = text.get_window_extent()
-        assert text.get_fontsize() >= LEGIBLE
-        assert box.width <= abs(right - left)
-        assert text.get_fontsize() * figure.dpi / 72 <= abs(top - bottom)
+        size = float(text.get_fontsize())
+        assert size >= LEGIBLE
+        assert text.get_window_extent().width <= abs(right - left)
+        assert size * figure.dpi / 72 <= abs(top - bottom)
         assert text.get_color() not in ("black", "white", COLORS[0])  # which a dark page would swap
 
 
