@@ -6,14 +6,14 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from dualres.analyze import figures, panels
-from dualres.analyze.analysis import Analysis
+from dualres.analyze.analysis import Analysis, Array
 from dualres.util.curves import COLORS
 
 CKA, RESCUE = (kind for kind in figures.KINDS if kind.name in ("cka", "rescue"))
 LEGIBLE = 7  # points, as the ticks have
 
 
-def drawn(kind: figures.FigureKind, **arrays: panels.Array) -> Figure:
+def drawn(kind: figures.FigureKind, **arrays: Array) -> Figure:
     analysis = Analysis({}, {}, arrays)
     figure = figures._alone(kind, analysis, panels.limits([analysis]))
     FigureCanvasAgg(figure).draw()
