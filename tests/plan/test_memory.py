@@ -200,8 +200,8 @@ def test_memory_of_a_rank_of_fsdp2(ranks: World, config: Config, above: float):
 @pytest.mark.parametrize("ranks", [2], indirect=True)
 def test_memory_of_a_rank_of_a_tensor_group(ranks: World):
     """FSDP2 gathers the weights of a single data-parallel rank too, but sums no gradients: the plan counts both."""
-    group = {"train__parallel__tensor": 2, "train__parallel__sequence_parallel": "true", "model__kv_heads": 2}
-    config = tiny_config(train__precision="bf16", train__engine="fsdp2", **WIDE, **group)
+    group: dict[str, Any] = {"train__parallel__tensor": 2, "train__parallel__sequence_parallel": "true"}
+    config = tiny_config(train__precision="bf16", train__engine="fsdp2", model__kv_heads=2, **WIDE, **group)
     held, most = step_memory(config, ranks)
     found = estimate(config, "fsdp2", mesh_of(config, ranks.size), Hardware()).memory[0]
     assert {name: getattr(found, name) for name in held} == held
