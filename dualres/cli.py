@@ -43,7 +43,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. -> exit code: 0 success, 1 a check or a run failed, 2 invalid input, 130 interrupted"""
     verbose = False
     try:
-        args = parse(sys.argv[1:] if argv is None else argv)
+        try:
+            args = parse(sys.argv[1:] if argv is None else argv)
+        finally:
+            sys.stdout.flush()  # the text of --help, whose reader may have exited
         verbose = args.verbosity > 0
         if verbose:
             import logging

@@ -252,7 +252,7 @@ WRONG = [
     ([*TASKS, "--batch", "many"], "--batch many: use auto"),
     ([*TASKS, "--batch", "0"], "--batch 0: use auto"),
     ([*TASKS, "--device", "gpu"], "--device gpu is not a device: use auto, cpu, cuda or cuda:N"),
-    ([*TASKS, "--device", "cuda:99"], "--device cuda:99 does not exist"),
+    ([*TASKS, "--device", "cuda:99"], "--device cuda:99: this machine has no GPU"),
     ([*PERPLEXITY, "--limit", "3"], "add --zero-shot"),
     (["--validation", "nowhere", "--validation-tokens", "0"], "--validation-tokens 0 is not positive"),
     ([*PERPLEXITY, "--validation-tokens", "3"], "--validation-tokens requires --validation"),

@@ -110,7 +110,7 @@ def test_the_first_seed_with_an_analysis_is_shown(suite: Path, tmp_path: Path, m
         panels = tuple(Panel(method, f'<svg xmlns="http://www.w3.org/2000/svg">{method}</svg>') for method in analyses)
         return [Section("cka", 'Alike & "<b>not', "What it <i>shows", panels)]
 
-    monkeypatch.setattr("dualres.report.page.sections", stand_in)
+    monkeypatch.setattr("dualres.analyze.figures.sections", stand_in)
     part = section(make(tmp_path / "page.html", copied), "analyses")
     assert seen == {"standard": "standard-seed1", "dar-block": "dar-block-seed0"}
     assert "standard (seed 1, standard-seed1) and dar-block (seed 0, dar-block-seed0)." in part.text
@@ -131,13 +131,13 @@ def test_methods_of_several_scales_are_told_apart(
     runs = [Path(shutil.copytree(run, tmp_path / run.name)) for run in (suite / "dar-block-seed0", sparse)]
     for run in runs:
         write_fake(run, run.name)
-    monkeypatch.setattr("dualres.report.page.sections", lambda analyses: [Section(n, n, "", ()) for n in analyses])
+    monkeypatch.setattr("dualres.analyze.figures.sections", lambda analyses: [Section(n, n, "", ()) for n in analyses])
     part = section(make(tmp_path / "page.html", *runs), "analyses")
     assert [title.text for title in part.all("h3")] == ["2×32 dar-block", "2×32, 4 experts dar-block"]
 
 
 def test_other_ways_of_looking_are_told(suite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("dualres.report.page.sections", lambda analyses: [Section(n, n, "", ()) for n in analyses])
+    monkeypatch.setattr("dualres.analyze.figures.sections", lambda analyses: [Section(n, n, "", ()) for n in analyses])
     copied = Path(shutil.copytree(suite, tmp_path / "suite"))
     write_fake(copied / "standard-seed0", "standard")
     write_fake(copied / "dar-block-seed0", "dar-block")
@@ -151,7 +151,7 @@ def test_other_ways_of_looking_are_told(suite: Path, tmp_path: Path, monkeypatch
 
 def test_a_wide_picture_has_a_line_of_its_own(suite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     pictures = [Panel(name, f'<svg width="{width}pt" height="90pt"/>') for name, width in (("a", 300), ("b", 900.5))]
-    monkeypatch.setattr("dualres.report.page.sections", lambda _: [Section("cka", "Alike", "", tuple(pictures))])
+    monkeypatch.setattr("dualres.analyze.figures.sections", lambda _: [Section("cka", "Alike", "", tuple(pictures))])
     run = Path(shutil.copytree(suite / "standard-seed0", tmp_path / "run"))
     write_fake(run, "standard")
     figures = section(make(tmp_path / "page.html", run), "analyses").all("figure")

@@ -317,21 +317,29 @@ def test_a_stray_file_is_no_damage(whole: Path, tmp_path: Path):
 HARMS = truncate, alter, remove, empty_manifest, manifest_of_nothing, manifest_of_another_form, foreign_weights
 
 
-@pytest.mark.parametrize("harm", HARMS, ids=lambda harm: harm.__name__)
-def test_a_damaged_checkpoint_is_set_aside(data: Path, whole: Path, tmp_path: Path, harm: Any):
-    folder = tmp_path / "run"
+@pytest.fixture(scope="module")
+def interrupted(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("interrupted") / "run"
     train_tiny(tiny_config(), data, folder, Told(13, terminate))
+    return folder
+
+
+@pytest.mark.parametrize("harm", HARMS, ids=lambda harm: harm.__name__)
+def test_a_damaged_checkpoint_is_set_aside(data: Path, whole: Path, interrupted: Path, tmp_path: Path, harm: Any):
+    folder = shutil.copytree(interrupted, tmp_path / "run")
     before, last = checkpoints(folder)[-2:]
     assert (before.name, last.name) == ("step-000000012", "step-000000014")
     harm(last)
     with pytest.raises(TrainError, match=f"{last.name} is damaged"):
         open_model(folder)
-    told = Told()
-    assert train_tiny(tiny_config(), data, folder, told).finished
+    to_the_end = harm is truncate
+    told = Told() if to_the_end else Told(13, terminate)
+    assert train_tiny(tiny_config(), data, folder, told).finished == to_the_end
     assert f"checkpoint {last} is damaged" in told.said[0]
     assert told.said[1] == f"resumed from {before}"
     assert last.with_name(last.name + ".damaged").is_dir()
-    assert metrics(folder) == metrics(whole)
+    if to_the_end:
+        assert metrics(folder) == metrics(whole)
 
 
 def test_all_checkpoints_damaged(data: Path, whole: Path, tmp_path: Path):
