@@ -2,16 +2,16 @@
 # B batch  T tokens  D width  J streams
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from dualres.config.schema import ResidualConfig
-from dualres.config.validation import did_you_mean
+from dualres.config.validation import choices, did_you_mean
 from dualres.ops import Norm
 from dualres.ops.grouped import OPERATORS
 from dualres.residual import registry
@@ -121,8 +121,9 @@ def checked_update(update: Tensor, h: Tensor) -> Tensor:
 class ResidualStack(nn.Module):
     """A network without embedding and output: blocks over a growing history, then the readout."""
 
-    def __init__(self, blocks: Sequence[ResidualBlock], readout: nn.Module, streams: int):
+    def __init__(self, blocks: Sequence[ResidualBlock], readout: nn.Module, streams: int, dim: int):
         super().__init__()
+        self.dim = dim
         self.blocks = nn.ModuleList(blocks)
         self.readout = readout
         self.streams = streams
@@ -133,6 +134,9 @@ class ResidualStack(nn.Module):
     def __iter__(self) -> Iterator[ResidualBlock]:
         """The blocks, from the embedding up."""
         return iter(cast(Sequence[ResidualBlock], self.blocks))
+
+    def __len__(self) -> int:
+        return len(self.blocks)
 
     @property
     def keeps_history(self) -> bool:
@@ -158,6 +162,10 @@ class ResidualStack(nn.Module):
                 valid = f"they take {', '.join(self.keywords)}" if self.keywords else "they take none"
                 remedy = did_you_mean(name, self.keywords) or "remove it, or add it to the forward of a branch"
                 raise TypeError(f"no branch takes the keyword argument {name!r} ({valid}): {remedy}")
+        if embedding.ndim and embedding.shape[-1] != self.dim:
+            raise ValueError(
+                f"the input has width {embedding.shape[-1]}, but the stack was built with width {self.dim}"
+            )
         history = embed(embedding, self.streams)
         for block in self:
             history = after(block, history, **context)
@@ -182,7 +190,7 @@ def extended(history: History, state: Tensor, pathway: Pathway) -> History:
 
 
 def residual_stack(
-    branches: Sequence[nn.Module], dim: int, residual: ResidualConfig | str, eps: float = 1e-6
+    branches: Iterable[nn.Module], dim: int, residual: ResidualConfig | str, eps: float = 1e-6
 ) -> ResidualStack:
     """Put branches, each a module (B,T,D) -> (B,T,D) with its own input norm, on a residual pathway.
 
@@ -191,6 +199,7 @@ def residual_stack(
     `share_parameters=True` every second branch of a block shares its queries and gates, since attention and
     feed-forward alternate; for branches in a different order use `share_parameters=False`.
     """
+    branches = list(branches)
     config = ResidualConfig(residual) if isinstance(residual, str) else residual
     network = registry.build(dim, len(branches), config, eps)
     rest = iter(branches)
@@ -198,7 +207,7 @@ def residual_stack(
         ResidualBlock([next(rest) for _ in place.set_of_branch], pathway)
         for place, pathway in zip(network.places, network.pathways, strict=True)
     ]
-    return ResidualStack(blocks, network.readout, network.streams)
+    return ResidualStack(blocks, network.readout, network.streams, dim)
 
 
 PRODUCTS = [  # the operators that cost most to recompute for the memory they take
@@ -235,22 +244,33 @@ CHECKPOINT_OPTIONS: dict[str, dict[str, Any]] = {  # options of `torch.utils.che
 }
 
 
-def recompute_blocks(stack: ResidualStack, how: Recompute) -> None:
-    """Save less of every block for the backward pass and recompute it there."""
-    for block in stack:
+def recompute_blocks(model: nn.Module, how: Recompute) -> None:
+    """Save less of every block of the model for the backward pass and recompute it there."""
+    if how not in get_args(Recompute):
+        raise ValueError(f"recompute_blocks(…, {how!r}): use {choices(map(repr, get_args(Recompute)))}")
+    for block in _blocks(model):
         block.recompute = how
 
 
-def compile_blocks(stack: ResidualStack, **options: Any) -> None:
-    """`torch.compile` every block separately, in place. Copies of the stack are not compiled: call this for each copy.
+def _blocks(model: nn.Module) -> list[ResidualBlock]:
+    blocks = [module for module in model.modules() if isinstance(module, ResidualBlock)]
+    if not blocks:
+        raise ValueError(f"{type(model).__name__} has no residual blocks: pass a model with a residual_stack")
+    return blocks
+
+
+def compile_blocks(model: nn.Module, **options: Any) -> None:
+    """`torch.compile` every block separately, in place. Copies of the model are not compiled: call this for each copy.
 
     This changes two PyTorch settings for the whole process. All blocks share one `run`, and each has a history of a
     different length, so the recompilation limit grows with the number of blocks. And backward passes run without
     autocast, as in eager mode, so that the gradients of depth scores and gates stay in float32.
     """
-    dynamo, blocks = torch._dynamo.config, len(stack.blocks)
-    dynamo.recompile_limit = max(dynamo.recompile_limit, COMPILATIONS_PER_BLOCK * blocks)
-    dynamo.accumulated_recompile_limit = max(dynamo.accumulated_recompile_limit, 4 * COMPILATIONS_PER_BLOCK * blocks)
+    dynamo, blocks = torch._dynamo.config, _blocks(model)
+    dynamo.recompile_limit = max(dynamo.recompile_limit, COMPILATIONS_PER_BLOCK * len(blocks))
+    dynamo.accumulated_recompile_limit = max(
+        dynamo.accumulated_recompile_limit, 4 * COMPILATIONS_PER_BLOCK * len(blocks)
+    )
     torch._functorch.config.backward_pass_autocast = "off"
-    for block in stack:
+    for block in blocks:
         block.compiled_run = torch.compile(block.run, **options)

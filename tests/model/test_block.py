@@ -1,4 +1,4 @@
-"""Keyword arguments of a stack: each branch gets those that its forward takes, and one that none takes is an error."""
+"""A stack of branches of your own, and the keyword arguments that each of them gets."""
 
 import copy
 import functools
@@ -185,6 +185,26 @@ def test_a_branch_with_open_keywords_takes_all():
     assert next(iter(stack)).branches[0].seen == ["factor", "mask"]
     with pytest.raises(TypeError, match="unexpected keyword argument 'msk'"):  # the branch's own error
         stack(x, msk=1)
+
+
+def test_an_input_of_another_width():
+    with pytest.raises(ValueError, match="the input has width 9, but the stack was built with width 8"):
+        stack_of()(torch.zeros(2, 3, 9))
+
+
+def test_blocks_of_a_whole_model():
+    model = nn.Sequential(stack_of(), nn.Linear(WIDTH, WIDTH))
+    recompute_blocks(model, "selective")
+    assert [block.recompute for block in model[0]] == ["selective"] * len(model[0])
+    with pytest.raises(ValueError, match=r"'fulll'.*use 'none', 'selective' or 'full'"):
+        recompute_blocks(model, "fulll")  # type: ignore[arg-type]
+    for change in (compile_blocks, lambda none: recompute_blocks(none, "full")):
+        with pytest.raises(ValueError, match="Linear has no residual blocks"):
+            change(nn.Linear(1, 1))
+
+
+def test_branches_from_a_generator():
+    assert len(residual_stack((Plain() for _ in range(4)), WIDTH, "standard")) == 2
 
 
 def test_a_keyword_that_no_branch_takes():
