@@ -158,7 +158,7 @@ def check_and_say(config: Config, args: argparse.Namespace, out: Path, world: "W
     checks.append(checked("memory", lambda: check_device_memory(config, world.size, *memory, show=progress.show)))
     for check in checks:
         if check.state != "ok":
-            progress.say(f"{check.name}: {check.details}")
+            (progress.warn if check.state == "problem" else progress.say)(f"{check.name}: {check.details}")
 
 
 def _options(args: argparse.Namespace) -> dict[str, bool]:

@@ -15,7 +15,7 @@ from typing import Annotated, NamedTuple
 
 from dualres.config.schema import Config, ModelConfig, ParallelConfig, ResidualConfig
 from dualres.model.accounting import Flops, flops_per_token, residual_traffic
-from dualres.model.decoder import build_decoder
+from dualres.model.decoder import build_decoder, meta_decoder
 from dualres.parallel.mesh import Mesh
 from dualres.plan.activations import Memory, passes_of
 from dualres.plan.communication import Communication, branch_bytes, communication, sharded_bytes, shared_bytes
@@ -155,6 +155,7 @@ class MeshEstimate(NamedTuple):
 
 
 def estimate(config: Config, engine: str, mesh: Mesh, hardware: Hardware) -> MeshEstimate:
+    meta_decoder(config.model, config.residual)  # an impossible one is refused with its own counts, not a smaller one's
     # Counts of the model alone are the same for every mesh and cached.
     alone = dataclasses.replace(config, train=dataclasses.replace(config.train, parallel=ParallelConfig()))
     passes = passes_of(alone, Share(mesh.tensor, mesh.expert_ranks), engine)

@@ -176,6 +176,9 @@ def check_memory(planned: MeshEstimate, hardware: Hardware) -> Check:
     return Check("memory", "problem", f"{problem}: {none}")
 
 
+FAR_TOO_MUCH = 1.5  # an estimate of so many times the total memory refuses a start
+
+
 def check_device_memory(
     config: Config,
     processes: int,
@@ -186,7 +189,8 @@ def check_device_memory(
 ) -> Check:
     """Compare a run with the free and the total memory of a rank's device, without an estimate if there is ample.
 
-    Raises if weights, gradients and optimizer state alone exceed the total. Everything else is an estimate: a note.
+    Raises if weights, gradients and optimizer state alone exceed the total, or if the estimate does by far. An estimate
+    closer to it is a note.
     """
     engine, mesh = engine_or_configured(config, processes), engine_mesh(config, processes)
     ranks = pipeline_ranks(config, engine, mesh, _minimum_passes(config, mesh))
@@ -202,11 +206,13 @@ def check_device_memory(
         show("estimating memory")
         planned = estimate(config, engine, mesh, Hardware())
     needed = planned.peak_memory
-    comparison = f"about {needed / GIB:.1f} GiB needed, {free / GIB:.1f} GiB{each} free"
+    comparison = f"about {needed / GIB:.1f} GiB needed, {free / GIB:.1f} of {total / GIB:.1f} GiB{each} free"
     if needed <= USABLE * free:
         return Check("memory", "ok", comparison)
-    remedy = "if it fails, use train.recompute=full, train.micro_batch=1, more processes or a smaller SCALE"
-    return Check("memory", "note", f"{comparison}: {remedy}")
+    remedy = "use train.recompute=full, train.micro_batch=1, more processes or a smaller SCALE"
+    if needed > FAR_TOO_MUCH * total:
+        raise TrainError(f"{comparison}: {remedy}, or use --force")
+    return Check("memory", "note", f"{comparison}: if it fails, {remedy}")
 
 
 def _changes(config: Config, ranks: int) -> Iterator[tuple[str, Config, int]]:

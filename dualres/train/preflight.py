@@ -91,7 +91,9 @@ def check_plan(
     if rows[-1].state == "problem" and ranks > max(1, here):  # the disk of a machine that only plans does not matter
         rows[-1] = Check("disk", "note", f"on this machine: {rows[-1].details}")
     if here < ranks:
-        instead = "it would train on the CPU" if ranks == 1 else "launch it on machines that have them"
+        instead = (
+            "it would train on the CPU, slower than estimated" if ranks == 1 else "launch it on machines that have them"
+        )
         rows.append(Check("GPUs", "note", f"{here} on this machine, {ranks} in the plan: {instead}"))
     if any(row.name == "vocabulary" for row in rows):  # there is an index
         rows.append(collect("checksums", lambda: _checksums(config, data)))
@@ -177,7 +179,9 @@ def _data(config: Config, data: Path, prepares_data: bool, checked: Checked) -> 
     def budget() -> Check:
         windows = Loader(data, index, "train", context, config.train.seed).windows
         passes = config.steps * config.train.global_batch / windows
-        message = f"{passes:.3g} epochs over {index.tokens('train'):,} tokens"
+        message = (
+            f"{f'{passes:,.0f}' if passes >= 100 else f'{passes:.3g}'} epochs over {index.tokens('train'):,} tokens"
+        )
         ok = Check("tokens", "ok", message)
         return ok if passes <= 1 else Check("tokens", "note", f"{message}: prepare more data to see each token once")
 
@@ -222,20 +226,22 @@ def _run_folder(config: Config, data: Path, out: Path, index: Index | None) -> C
     if not checkpoints:
         return Check("run folder", "ok", f"{out} has no checkpoint yet: it starts at the first step")
     if checkpoints[-1].name == checkpoint.step_name(config.steps):
-        return Check("run folder", "note", f"{out} is finished, with {checkpoints[-1].name}: nothing to do")
+        return Check("run folder", "note", f"{out} is finished, with {checkpoints[-1].name}: nothing is left to train")
     return Check("run folder", "ok", f"{out} resumes from {checkpoints[-1].name} of {config.steps:,} steps")
 
 
 def _disk(config: Config, out: Path) -> Check:
     """Compare the free space with the checkpoints that will exist at once, minus those that already exist."""
-    train = config.train
+    train, done = config.train, checkpoint.complete_checkpoints(out / run_folder.CHECKPOINTS)
+    if done and done[-1].name == checkpoint.step_name(config.steps):
+        return Check("disk", "ok", "a finished run saves nothing more")
     saves = 1 + config.steps // train.checkpoint_every + config.steps // train.validate_every
     count = min(saves, train.keep_checkpoints + SPARE_CHECKPOINTS)
     stored = sum(path.stat().st_size for path in (out / run_folder.CHECKPOINTS).rglob("*") if path.is_file())
     size = parameters(meta_decoder(config.model, config.residual)).total
     needed = max(0, count * CHECKPOINT_BYTES * size - stored)
     free = shutil.disk_usage(_nearest_existing(out)).free
-    message = f"{needed / 2**30:.1f} GiB for {count} checkpoints, {free / 2**30:.1f} GiB free"
+    message = f"{needed / 2**30:.1f} GiB for {count} checkpoints, {free / 2**30:.1f} GiB free at {out}"
     if free < needed:
         raise TrainError(f"{message}: free space, lower train.keep_checkpoints, use a different --out, or use --force")
     return Check("disk", "ok", message)

@@ -109,7 +109,10 @@ def check_config(folder: Path, config: Config) -> None:
     changed = [difference for difference in differences if not may_change(difference[0], config)]
     if changed:
         what = ", ".join(f"{key} {was!r} → {now!r}" for key, was, now in changed)
-        raise TrainError(f"the run in {folder} has a different config ({what}): use that config, or a new folder")
+        settings = " ".join(f"--set {key}={was}" for key, was, _ in changed if was is not None)
+        raise TrainError(
+            f"the run in {folder} has a different config ({what}): use that config ({settings}), or a new folder"
+        )
 
 
 def read_description(folder: Path) -> dict[str, Any]:

@@ -162,7 +162,7 @@ def test_a_run_that_goes_on(whole: Path, data: Path, elsewhere: Path, capsys: py
     shutil.copytree(whole, folder)
     assert planned_folder(folder, data, capsys) == (
         "note",
-        f"{folder} is finished, with step-000000040: nothing to do",
+        f"{folder} is finished, with step-000000040: nothing is left to train",
     )
     shutil.rmtree(checkpoint.complete_checkpoints(folder / run_folder.CHECKPOINTS)[-1])
     assert planned_folder(folder, data, capsys) == ("ok", f"{folder} resumes from step-000000036 of 40 steps")

@@ -52,6 +52,11 @@ def set_memory(monkeypatch: pytest.MonkeyPatch, free: int, total: int) -> None:
     monkeypatch.setattr(device, "total_memory", lambda place: total)
 
 
+def set_far_too_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_memory(monkeypatch, 10**6, 10**13)
+    monkeypatch.setattr(search, "FAR_TOO_MUCH", 0.0)
+
+
 def command(data: Path, *more: str, **changes: Any) -> list[str]:
     sets = [word for override in overrides(**changes) for word in ("--set", override)]
     return ["train", "nano", "dar-block", "--data", str(data), "--out", "new", *sets, *more]
@@ -71,8 +76,9 @@ def test_nothing_to_say(
 
 
 CERTAIN: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
-    "disk": (lambda patch: set_disk(patch, 1000), "0.0 GiB free: free space, lower train.keep_checkpoints"),
+    "disk": (lambda patch: set_disk(patch, 1000), "0.0 GiB free at new: free space, lower train.keep_checkpoints"),
     "memory": (lambda patch: set_memory(patch, 1000, 1000), "weights, gradients and optimizer state take"),
+    "estimate": (lambda patch: set_far_too_little_memory(patch), "GiB free: use train.recompute=full"),
 }
 
 
@@ -107,7 +113,7 @@ def test_an_estimate_only_warns(
     assert main(command(data)) == 0
     assert len(started) == 1
     [warning] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("memory: ")]
-    assert "0.0 GiB free: if it fails, use train.recompute=full" in warning
+    assert "GiB free: if it fails, use train.recompute=full" in warning
     assert warning.removeprefix("memory: ") in row
 
 
@@ -171,22 +177,27 @@ def test_ample_memory_is_more_than_an_estimate(residual: str, feedforward: str):
     minimum = search._minimum_passes(config, Mesh())
     [rank] = pipeline_ranks(config, "single", Mesh(), minimum)
     assert stored_memory(rank) < planned.peak_memory < ample_memory(rank) < 20 * planned.peak_memory
+    for total, refused in ((planned.peak_memory / 1.6, True), (planned.peak_memory / 1.4, False)):
+        expected = pytest.raises(TrainError, match="or use --force") if refused else contextlib.nullcontext()
+        with expected:
+            assert check_device_memory(config, 1, 0, total, planned).state == "note"
     enough = ample_memory(rank) / 0.9
     assert check_device_memory(config, 1, enough, enough).state == "ok"
     assert "ample" in check_device_memory(config, 1, enough, enough).details
     assert check_device_memory(config, 1, planned.peak_memory / 0.89, enough).details.startswith("about ")
     assert check_device_memory(config, 1, planned.peak_memory / 0.91, enough).state == "note"
-    assert check_device_memory(config, 1, 0, stored_memory(rank)).state == "note"
     with pytest.raises(TrainError, match="weights, gradients and optimizer state"):
         check_device_memory(config, 1, 0, stored_memory(rank) - 1)
+    with pytest.raises(TrainError, match="about"):
+        check_device_memory(config, 1, 0, stored_memory(rank))
 
 
 def test_ranks_share_the_memory_of_a_machine(
     data: Path, started: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    [rank] = pipeline_ranks(tiny_config(), "single", Mesh(), search._minimum_passes(tiny_config(), Mesh()))
-    set_memory(monkeypatch, 10**13, stored_memory(rank))
+    planned = estimate(tiny_config(), "single", Mesh(), Hardware())
+    set_memory(monkeypatch, 10**6, int(planned.peak_memory))
     assert main(command(data)) == 0
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert main(command(data)) == 1
-    assert "more than the" in capsys.readouterr().err
+    assert "or use --force" in capsys.readouterr().err
