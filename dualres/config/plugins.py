@@ -16,7 +16,7 @@ REGISTERED: dict[str, str] = {}  # methods of `dualres.register_method`, each wi
 def load_plugins(modules: Sequence[str]) -> None:
     """Import modules that register methods; the current folder is searched last."""
     for module in modules:
-        if not is_module_name(module):
+        if module.endswith(".py") or not is_module_name(module):
             raise ConfigError(f"--plugin {module} is not a module: use my_methods for the file my_methods.py")
         if os.getcwd() not in sys.path:  # of `python -m dualres`, but not of `dualres`
             sys.path.append(os.getcwd())

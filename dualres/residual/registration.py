@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import re
+import sys
 import typing
 from functools import partial
 from typing import Any
@@ -25,17 +26,19 @@ def register_method(name: str, method: Method) -> None:
     """Make a residual method of your own known by `name`, as if it came with dualres.
 
     It is then a method of `residual_stack`, `ResidualConfig` and `load_config`, and of the commands, which import the
-    module that calls this with `--plugin MODULE`. Raises `ConfigError` for a row that would fail later.
+    module that calls this with `--plugin MODULE`. Calling it again from that module, as a notebook cell does, replaces
+    the row. Raises `ConfigError` for a row that would fail later.
     """
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise ConfigError(f"the method name {name!r} is not valid: use lowercase letters, digits and hyphens")
-    if name in METHODS or name in names("residual"):
+    module = sys._getframe(1).f_globals["__name__"]  # the caller's, which `--plugin` imports
+    if REGISTERED.get(name) != module and (name in METHODS or name in names("residual")):
         owner = f"registered by {REGISTERED[name]}" if name in REGISTERED else "it comes with dualres"
         raise ConfigError(f"the method {name!r} exists already ({owner}): choose another name")
     if problem := _problem(method):
         raise ConfigError(f"the method {name!r} cannot be registered: {problem}")
     METHODS[name] = method
-    REGISTERED[name] = _class(method.pathway).__module__
+    REGISTERED[name] = module
 
 
 def _problem(method: Method) -> str | None:
@@ -77,9 +80,12 @@ def _options_problem(options: Any) -> str | None:
         return f"{options.__name__} is not a dataclass: decorate it with @dataclass(frozen=True)"
     try:
         documented = documentation(options)
-    except (OSError, TypeError):  # without source, as in an interactive session
+    except (OSError, TypeError, SyntaxError):  # without source, as in an interactive session
         documented = dict.fromkeys([field.name for field in dataclasses.fields(options)], "")
-    hints = typing.get_type_hints(options, include_extras=True)
+    try:
+        hints = typing.get_type_hints(options, include_extras=True)
+    except NameError as error:
+        return f"the types of {options.__name__} cannot be resolved ({error}): import them in its module"
     for field in dataclasses.fields(options):
         where = f"{options.__name__}.{field.name}"
         if field.name in (*inspect.signature(ResidualConfig).parameters, "eps"):

@@ -82,7 +82,7 @@ def test_help_lists_the_methods_of_a_plugin():
         ([], "no residual 'highway': use one of .*or --plugin MODULE for a method of your own"),
         (["--plugin", "my_method"], "--plugin my_method: no module named my_method: run the command in its folder"),
         (["--plugin", "my_methods.other"], "no module named my_methods.other: run"),
-        (["--plugin", "my_methods.py"], "no module named my_methods.py: run"),
+        (["--plugin", "my_methods.py"], "is not a module: use my_methods for the file my_methods.py"),
         (["--plugin", "./my_methods.py"], "is not a module: use my_methods for the file my_methods.py"),
         (["--plugin", ""], "is not a module"),
     ],
