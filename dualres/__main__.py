@@ -24,7 +24,9 @@ def run() -> None:
     optional_dependencies.on_demand = True
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # read by transformers when a command imports it
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    for stream in (sys.stdout, sys.stderr):
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name) or open(os.devnull, "w")  # noqa: SIM115, None if it is closed
+        setattr(sys, name, stream)
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     try:

@@ -80,9 +80,11 @@ def _failed(message: object, code: int, verbose: bool) -> int:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command line; an unknown argument exits with the usage of its command and the closest valid option."""
-    load_plugins(named_plugins(argv))  # before the modules of the commands list all methods in their help
     name = next((word for word in argv if not word.startswith("-")), None)
     leading = argv if name is None else argv[: argv.index(name)]
+    if "--plugin" in leading:
+        make_parser([])[0].error("--plugin goes after the command: dualres train … --plugin MODULE")
+    load_plugins(named_plugins(argv))  # before the modules of the commands list all methods in their help
     # Only the main help, which may be abbreviated, needs the parsers of all commands.
     is_help = any(word not in (*QUIET, *VERBOSE, "--version") for word in leading)
     parser, commands = make_parser(COMMANDS if is_help else [name] if name in COMMANDS else [])
@@ -99,8 +101,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def named_plugins(argv: Sequence[str]) -> list[str]:
     """The values of --plugin; each command declares the option as well."""
     scanner = argparse.ArgumentParser(prog="dualres", add_help=False)
-    scanner.add_argument("--plugin", action="append", default=[])
-    return list(scanner.parse_known_args(argv)[0].plugin)
+    scanner.add_argument("--plugin", nargs="?", action="append", default=[])  # the command's parser wants a value
+    return [module for module in scanner.parse_known_args(argv)[0].plugin if module is not None]
 
 
 def make_parser(names: Iterable[str] = COMMANDS) -> tuple["Parser", dict[str, "Parser"]]:

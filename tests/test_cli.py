@@ -173,6 +173,8 @@ def test_no_help_and_no_typo_imports_torch():
     [
         (["trian", "nano", "dar-block"], ["usage: dualres [-h]", "unknown command trian; did you mean train?"]),
         (["xyzzy"], ["unknown command xyzzy\n"]),
+        (["--plugin", "mine", "describe", "nano", "mine"], ["--plugin goes after the command"]),
+        (["describe", "nano", "mine", "--plugin"], ["usage: dualres describe", "--plugin: expected one argument"]),
         (["describe", "nano", "dar-block", "--jsn"], ["usage: dualres describe", "--jsn; did you mean --json?"]),
         (["generate", "run", "x", "--temprature=1"], ["usage: dualres generate", "did you mean --temperature?"]),
         (["train", "nano"], ["usage: dualres train", "required: RESIDUAL"]),
@@ -298,6 +300,11 @@ def test_a_closed_pipe_is_no_error():
     command = f"{sys.executable} -m dualres suite --help | head -n 1"
     done = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_closed_streams_are_no_error():
+    command = f"{sys.executable} -m dualres --version >&- 2>&-"
+    assert subprocess.run(["bash", "-c", command], check=False).returncode == 0
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")

@@ -72,6 +72,7 @@ def run(args: argparse.Namespace) -> int:
     for name, folder in models.items():
         analyses[name] = _analyze(name, folder, data[name], args, progress)
         gc.collect()  # free the model before loading the next
+    progress.end()
     print(summary(analyses))
     outputs = [folder / FOLDER for folder in models.values()]
     if len(models) > 1 and available("matplotlib"):

@@ -63,13 +63,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     settings = Settings(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Settings)})
-    index = prepare_with_progress(settings, args.out, Progress(args.verbosity))
+    progress = Progress(args.verbosity)
+    index = prepare_with_progress(settings, args.out, progress)
     for split in ("train", "validation"):
         documents = sum(shard.documents for shard in index.shards(split))
         print(f"{split:10}  {index.tokens(split):>15,} tokens  {documents:>11,} documents")
     print(f"vocabulary  {index.vocab_size:,}; wrote {args.out}")
     if not index.validation:
-        Progress().say(
+        progress.warn(
             "dualres: the validation split is empty, and `dualres train` needs one: prepare a new folder with a larger "
             f"--held-out than {args.held_out:g}, or more documents"
         )

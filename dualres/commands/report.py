@@ -20,11 +20,12 @@ from pathlib import Path
 from dualres.commands import arguments
 from dualres.config.schema import ConfigError
 from dualres.util.atomic_files import partial_of, write_text
-from dualres.util.errors import DataError, TrainError
+from dualres.util.errors import DataError, ModelError, TrainError
 from dualres.util.optional_dependencies import available, missing
 from dualres.util.progress import Progress, say_as
 
 DEFAULT_OUT, DEFAULT_SECONDS = Path("report.html"), 30
+WRITE_ERRORS = (ConfigError, DataError, ModelError, TrainError, OSError)
 EPILOG = """\
 RUN is the folder of a run (`dualres train`) or a folder of runs (`dualres suite`).
 evaluations/report.json in such a folder is included automatically.
@@ -62,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     progress = Progress(args.verbosity, muted=args.watch is not None)  # samples are remembered
     if not available("matplotlib"):
         needed = missing("matplotlib", "plots", "drawing figures")
-        say_as(0, f"{needed}; the page has none of analyses, and curves only where scripts run")
+        Progress(args.verbosity).say(f"{needed}; the page has none of analyses, and curves only where scripts run")
 
     def write(refresh: float | None) -> None:
         text = make_page(
@@ -96,14 +97,18 @@ def watch(folders: Sequence[Path], out: Path, seconds: float, write: Callable[[f
             if now != before:
                 try:
                     write(seconds)
-                    before = now
-                except (ConfigError, DataError, TrainError, OSError) as error:  # such as: no run has taken a step yet
+                    before, told = now, ""
+                except WRITE_ERRORS as error:  # such as: no run has taken a step yet
                     if str(error) != told:
                         say_as(0, f"{error}; still watching")
                     told = str(error)
             time.sleep(seconds)
     except KeyboardInterrupt:
-        write(None)
+        try:
+            write(None)
+        except WRITE_ERRORS:
+            if before is None:  # there is no page
+                raise
 
 
 def stamps(folders: Sequence[Path], out: Path) -> dict[str, tuple[int, int]]:

@@ -58,7 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    arguments.check_device(args)
+    if not args.table:
+        arguments.check_device(args)
     from dualres.report import charts, comparison
     from dualres.report.runs import BASE
     from dualres.report.suite import check, check_start, finished_runs, group_by_rate, run_all

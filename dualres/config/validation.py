@@ -70,7 +70,10 @@ def proposing_path(message: str, path: Path) -> str:
     """The message, and the most similar path if there is no such one."""
     if os.path.exists(path) or not os.path.isdir(path.parent):  # for a name of any length
         return message
-    return proposing(message, path, (str(path.with_name(other.name)) for other in path.parent.iterdir()))
+    try:
+        return proposing(message, path, (str(path.with_name(other.name)) for other in path.parent.iterdir()))
+    except OSError:  # a folder that may not be listed
+        return message
 
 
 def convert_fields(config: object, where: str) -> None:

@@ -121,7 +121,9 @@ def make_page(
         sample_command=samples.COMMAND,
         starts=starts,
         mixed=_mixed([start for _, start in starts]),
-        unrecorded=[run.folder.name for group in groups for run in group.runs if not run.starts],
+        unrecorded=[
+            run.folder.name for group in groups for run in group.runs if not run.starts or run.starts[0].step > 0
+        ],
         groups=groups,
         refresh=None if refresh is None else f"{refresh:g}",
         version=VERSION,

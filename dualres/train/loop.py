@@ -11,7 +11,7 @@ import os
 import signal
 import types
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -302,8 +302,9 @@ def stop_signals(world: World, progress: Progress, has_progressed: Callable[[], 
             # By the system, without Python: it may be deep in a library. Files are complete or replaced on resuming.
             signal.signal(signal.SIGINT, signal.SIG_DFL)
         if not received and not progress.muted and progress.verbosity >= 0:
-            now = "; Ctrl-C again stops now, without saving" if world.size == 1 else ""
-            os.write(2, f"\nstopping after this step{now}\n".encode())  # print is not reentrant
+            now = f"; {'another ' if number == signal.SIGINT else ''}Ctrl-C stops now, without saving"
+            with suppress(OSError):  # print is not reentrant
+                os.write(2, f"\nstopping after this step{now if world.size == 1 else ''}\n".encode())
         received.append(number)
 
     before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}

@@ -117,7 +117,7 @@ def test_ctrl_c_twice_and_at_the_first_step(data: Path, whole: Path, tmp_path: P
         if code == 130:
             assert said(folder).endswith("dualres: interrupted\n")
             assert checkpoints(folder) == []
-    assert said(folder).endswith("stopping after this step; Ctrl-C again stops now, without saving\n")
+    assert said(folder).endswith("stopping after this step; another Ctrl-C stops now, without saving\n")
     assert damage(checkpoints(folder)[-1]) == []
     finish(launch(data, folder), folder)
     assert metrics(folder) == metrics(whole)

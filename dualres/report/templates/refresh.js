@@ -15,7 +15,7 @@ function current() {
   return {
     hidden: buttons().filter((button) => button.getAttribute("aria-pressed") === "false").map(label),
     open: [...document.querySelectorAll("details[open]")].map(label),
-    focus: label(document.activeElement),
+    focus: document.activeElement && document.activeElement !== document.body ? label(document.activeElement) : "",
     tables: [...document.querySelectorAll(".scroll")].map((box) => box.scrollLeft),
   };
 }
