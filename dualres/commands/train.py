@@ -125,7 +125,8 @@ def dry_run(config: Config, args: argparse.Namespace, out: Path) -> int:
     checks = [*check_plan(config, ranks, args.data, out, **_options(args)), *arguments.warmup_checks(config, args)]
     if args.gpus is None and args.gpu_memory is None and args.device != "cuda":  # the plan is for this machine
         device = pick_device(args.device or "auto")
-        checks.append(collect("memory", lambda: check_device_memory(config, 1, *memory_of(device), own)))
+        memory = collect("memory", lambda: check_device_memory(config, 1, *memory_of(device), own))
+        checks.append(memory._replace(details=f"{device.type} of this machine: {memory.details}"))
     else:
         checks.append(check_memory(own, hardware))
     options = {"data": None if args.data == DEFAULT_DATA else args.data, "out": args.out, "from": args.start}
