@@ -23,7 +23,7 @@ def test_prose_is_wrapped_at_100_columns(page: Path):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_nothing_is_installed_from_an_index(page: Path):
     """The package is on none: extras are installed in the clone, or from a repository's address."""
-    assert not re.search(r"pip install '?dualres(?!\[hub\] @ git\+)", page.read_text())
+    assert not re.search(r"pip install '?dualres(?!\[cpu,hub\] @ git\+)", page.read_text())
 
 
 def test_light_and_dark_diagrams_differ_in_color_alone():

@@ -121,9 +121,9 @@ def checked_update(update: Tensor, h: Tensor) -> Tensor:
 class ResidualStack(nn.Module):
     """A network without embedding and output: blocks over a growing history, then the readout."""
 
-    def __init__(self, blocks: Sequence[ResidualBlock], readout: nn.Module, streams: int, dim: int):
+    def __init__(self, blocks: Sequence[ResidualBlock], readout: nn.Module, streams: int, width: int):
         super().__init__()
-        self.dim = dim
+        self.width = width
         self.blocks = nn.ModuleList(blocks)
         self.readout = readout
         self.streams = streams
@@ -162,9 +162,9 @@ class ResidualStack(nn.Module):
                 valid = f"they take {', '.join(self.keywords)}" if self.keywords else "they take none"
                 remedy = did_you_mean(name, self.keywords) or "remove it, or add it to the forward of a branch"
                 raise TypeError(f"no branch takes the keyword argument {name!r} ({valid}): {remedy}")
-        if embedding.ndim and embedding.shape[-1] != self.dim:
+        if embedding.ndim and embedding.shape[-1] != self.width:
             raise ValueError(
-                f"the input has width {embedding.shape[-1]}, but the stack was built with width {self.dim}"
+                f"the input has width {embedding.shape[-1]}, but the stack was built with width {self.width}"
             )
         history = embed(embedding, self.streams)
         for block in self:
@@ -190,7 +190,7 @@ def extended(history: History, state: Tensor, pathway: Pathway) -> History:
 
 
 def residual_stack(
-    branches: Iterable[nn.Module], dim: int, residual: ResidualConfig | str, eps: float = 1e-6
+    branches: Iterable[nn.Module], width: int, residual: ResidualConfig | str, eps: float = 1e-6
 ) -> ResidualStack:
     """Put branches, each a module (B,T,D) -> (B,T,D) with its own input norm, on a residual pathway.
 
@@ -201,13 +201,13 @@ def residual_stack(
     """
     branches = list(branches)
     config = ResidualConfig(residual) if isinstance(residual, str) else residual
-    network = registry.build(dim, len(branches), config, eps)
+    network = registry.build(width, len(branches), config, eps)
     rest = iter(branches)
     blocks = [
         ResidualBlock([next(rest) for _ in place.set_of_branch], pathway)
         for place, pathway in zip(network.places, network.pathways, strict=True)
     ]
-    return ResidualStack(blocks, network.readout, network.streams, dim)
+    return ResidualStack(blocks, network.readout, network.streams, width)
 
 
 PRODUCTS = [  # the operators that cost most to recompute for the memory they take

@@ -65,7 +65,14 @@ def test_an_old_run_has_no_record(run: Path, suite: Path, tmp_path: Path):
     (run / PROVENANCE).unlink()
     part = runs(make(tmp_path / "page.html", run))
     assert not part.all("table")
-    assert "did not record commit, machine and time: run." in part.words
+    assert "because an older version of dualres trained them: run." in part.words
+
+
+def test_the_first_steps_of_an_old_run_have_no_record(run: Path, tmp_path: Path):
+    record(run, START._replace(step=5))
+    part = runs(make(tmp_path / "page.html", run))
+    assert part.all("table")
+    assert "all or the first steps of these runs were not recorded" in part.words
 
 
 def test_what_someone_wrote_into_it_is_text(run: Path, tmp_path: Path):
