@@ -40,7 +40,7 @@ def _installed(kind: Kind) -> bool:
 
 
 INSTALLED = {kind: _installed(kind) for kind in PACKAGES}
-_noted: set[Kind] = set()  # the kinds whose absence was said
+_noted: set[Kind] = set()  # kinds that `note` has reported as missing
 FORCED: Any = os.environ.get("DUALRES_OPS") or None
 if FORCED not in (None, *KINDS):
     raise ValueError(f"DUALRES_OPS={FORCED!r} is unknown: use one of {', '.join(KINDS)}, or leave it unset")

@@ -155,7 +155,7 @@ class MeshEstimate(NamedTuple):
 
 
 def estimate(config: Config, engine: str, mesh: Mesh, hardware: Hardware) -> MeshEstimate:
-    meta_decoder(config.model, config.residual)  # an impossible one is refused with its own counts, not a smaller one's
+    meta_decoder(config.model, config.residual)  # raises for an invalid model, before a part of it does
     # Counts of the model alone are the same for every mesh and cached.
     alone = dataclasses.replace(config, train=dataclasses.replace(config.train, parallel=ParallelConfig()))
     passes = passes_of(alone, Share(mesh.tensor, mesh.expert_ranks), engine)

@@ -28,6 +28,7 @@ from dualres.util.progress import Show, plural, silent
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")  # from the fastest to the smallest
 MAX_VIRTUAL = 4  # chunks of a pipeline rank
 MAX_MICRO_BATCH = 8  # sequences, for a dense model
+FAR_TOO_MUCH = 1.5  # times the memory of a device: a larger estimate refuses the start
 
 
 class Candidate(NamedTuple):
@@ -174,9 +175,6 @@ def check_memory(planned: MeshEstimate, hardware: Hardware) -> Check:
         return Check("memory", "problem", f"{problem}: {remedy}")
     none = "no recomputation, micro-batch or number of GPUs that was tried is enough: use more or larger GPUs"
     return Check("memory", "problem", f"{problem}: {none}")
-
-
-FAR_TOO_MUCH = 1.5  # an estimate of so many times the total memory refuses a start
 
 
 def check_device_memory(
