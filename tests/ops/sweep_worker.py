@@ -183,7 +183,7 @@ def named(error: BaseException) -> bool:
     message = str(error).lower()
     ours = ("history", "queries", "route", "updates", "coefficients", "gate", "norm", "d_", "partition", "retrieved")
     more = ("streams", "candidates", "rows", "counts", "weight", "steps", "embedding", "logits", "argument", "gradient")
-    return any(word in message for word in (*ours, *more, *PYTORCH))
+    return any(word in message for word in (*ours, *more, "width", *PYTORCH))
 
 
 def main() -> None:
