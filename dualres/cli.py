@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from dualres.config.plugins import load_plugins
-from dualres.config.validation import proposing
+from dualres.config.validation import suggesting
 from dualres.util import optional_dependencies
 from dualres.util.errors import INTERRUPTED, ConfigError, DataError, ModelError, TrainError
 from dualres.util.progress import say_as
@@ -89,12 +89,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     is_help = any(word not in (*QUIET, *VERBOSE, "--version") for word in leading)
     parser, commands = make_parser(COMMANDS if is_help else [name] if name in COMMANDS else [])
     if name is not None and name not in COMMANDS:
-        parser.error(proposing(f"unknown command {name}", name, COMMANDS))
+        parser.error(suggesting(f"unknown command {name}", name, COMMANDS))
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         command = commands[args.name]
         options = [option for action in command._actions for option in action.option_strings]
-        command.error(proposing(f"unrecognized arguments: {' '.join(unknown)}", unknown[0].split("=")[0], options))
+        command.error(suggesting(f"unrecognized arguments: {' '.join(unknown)}", unknown[0].split("=")[0], options))
     return args
 
 
@@ -133,12 +133,12 @@ def make_parser(names: Iterable[str] = COMMANDS) -> tuple["Parser", dict[str, "P
 
 
 class Parser(argparse.ArgumentParser):
-    """Proposes the closest choice if there is no such one."""
+    """Suggests the closest choice for an unknown one."""
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
             message = f"invalid choice {value!r}, use {', '.join(map(str, action.choices))}"
-            raise argparse.ArgumentError(action, proposing(message, value, action.choices))
+            raise argparse.ArgumentError(action, suggesting(message, value, action.choices))
 
 
 class _Version(argparse.Action):

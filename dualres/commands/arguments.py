@@ -57,7 +57,7 @@ def add_device(parser: argparse.ArgumentParser) -> None:
 
 
 def add_force(parser: argparse.ArgumentParser) -> None:
-    help = "start although checks fail, such as of disk space or memory"
+    help = "start even if a check fails, such as that of disk space or memory"
     parser.add_argument("--force", action="store_true", help=help)
 
 

@@ -1,11 +1,11 @@
 """Create a one-page HTML report of runs: comparison, curves, evaluations, analyses.
 
 Create a report of one page: the comparison with confidence intervals, interactive loss curves, router balance,
-the tables of `dualres evaluate`, the paper's losses next to ours, the figures of `dualres analyze`, a sample
-of text of each method, code and machine of each run, and every config with the command that reproduces it.
+the tables of `dualres evaluate`, the paper's losses next to ours, the figures of `dualres analyze`, a text
+sample of each method, the code and machine of each run, and every config with the command that reproduces it.
 The file is self-contained: it loads nothing from the network, and can be emailed or printed.
 
-With --watch the page is renewed while runs train, and reloads itself in the browser. Ctrl-C writes it a last time,
+With --watch the page is updated while runs train, and reloads itself in the browser. Ctrl-C writes it a last time,
 without the reload, and exits with 0.
 """
 
@@ -44,9 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("-o", "--out", metavar="FILE", type=Path, default=DEFAULT_OUT, help=f"output file (default {DEFAULT_OUT})")
     repeated = "an --out folder of `dualres evaluate`; may be repeated"
     add("--evaluation", metavar="DIR", type=Path, action="append", default=[], help=repeated)
-    add("--no-samples", action="store_true", help="no samples of text, which take a few seconds per method")
-    renew = f"renew the page while runs train, every SECONDS (default {DEFAULT_SECONDS}), until Ctrl-C"
-    add("--watch", metavar="SECONDS", type=float, nargs="?", const=DEFAULT_SECONDS, help=renew)
+    add("--no-samples", action="store_true", help="no text samples, which take a few seconds per method")
+    update = f"update the page while runs train, every SECONDS (default {DEFAULT_SECONDS}), until Ctrl-C"
+    add("--watch", metavar="SECONDS", type=float, nargs="?", const=DEFAULT_SECONDS, help=update)
     arguments.add_plugin(parser)
 
 
@@ -90,7 +90,7 @@ def watch(folders: Sequence[Path], out: Path, seconds: float, write: Callable[[f
     """Write the page whenever a file of the folders has changed; the last one, after Ctrl-C, does not reload itself."""
     before, told = None, ""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    print(f"renewing {out} every {seconds:g} seconds; Ctrl-C ends it", flush=True)
+    print(f"updating {out} every {seconds:g} seconds until Ctrl-C", flush=True)
     try:
         while True:
             now = stamps(folders, out)

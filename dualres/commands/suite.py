@@ -14,7 +14,7 @@ from dualres.commands import arguments
 from dualres.commands.train import DEFAULT_DATA, ensure_default_data
 from dualres.config.loading import load_config, names, short_name
 from dualres.config.schema import ConfigError
-from dualres.config.validation import proposing
+from dualres.config.validation import suggesting
 from dualres.util.atomic_files import write_json, write_text
 from dualres.util.optional_dependencies import available, missing
 from dualres.util.progress import Progress
@@ -118,7 +118,7 @@ def parse_suite(args: argparse.Namespace) -> "Suite":
     else:
         if args.scale not in names("scale") and not args.scale.endswith((".yaml", ".yml")):
             message = f"no scale or preset {args.scale!r}: use one that `dualres suite --help` lists, or a YAML file"
-            raise ConfigError(proposing(message, args.scale, [*names("scale"), *PRESETS]))
+            raise ConfigError(suggesting(message, args.scale, [*names("scale"), *PRESETS]))
         if args.stand_in:
             raise ConfigError(f"--at {args.stand_in} applies only to presets: pass the scale itself")
         residuals = _list(args.residuals, str, "--residuals", "standard,dar-block") or names("residual")

@@ -61,17 +61,17 @@ def did_you_mean(name: object, known: Sequence[str], where: str = "") -> str:
     return f"did you mean {where}{close[0]}?" if close else ""
 
 
-def proposing(message: str, name: object, known: Iterable[str]) -> str:
+def suggesting(message: str, name: object, known: Iterable[str]) -> str:
     """The message, and the most similar known name if there is one."""
     return "; ".join(filter(None, [message, did_you_mean(name, list(known))]))
 
 
-def proposing_path(message: str, path: Path) -> str:
-    """The message, and the most similar path if there is no such one."""
+def suggesting_path(message: str, path: Path) -> str:
+    """The message, and the most similar path if this one does not exist."""
     if os.path.exists(path) or not os.path.isdir(path.parent):  # for a name of any length
         return message
     try:
-        return proposing(message, path, (str(path.with_name(other.name)) for other in path.parent.iterdir()))
+        return suggesting(message, path, (str(path.with_name(other.name)) for other in path.parent.iterdir()))
     except OSError:  # a folder that may not be listed
         return message
 
@@ -104,7 +104,7 @@ def convert(hint: Any, value: Any, where: str) -> Any:
         text = {False: "off", True: "on"}.get(value, value) if isinstance(value, bool) else value
         if text not in typing.get_args(hint):
             valid = [str(choice) for choice in typing.get_args(hint)]
-            raise ConfigError(proposing(f"{where}={value!r} is unknown: use {' or '.join(valid)}", value, valid))
+            raise ConfigError(suggesting(f"{where}={value!r} is unknown: use {' or '.join(valid)}", value, valid))
         return text
     if typing.get_origin(hint) is tuple:
         items = typing.get_args(hint)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from dualres.config.validation import proposing_path
+from dualres.config.validation import suggesting_path
 from dualres.data import tokenizer as tokenizers
 from dualres.util.atomic_files import flush, naming, partial_of, write_json
 from dualres.util.errors import DataError
@@ -101,7 +101,7 @@ def read_index(folder: Path) -> Index:
     path = folder / INDEX
     if not path.is_file():
         message = f"{folder} has no {INDEX}: create it with `dualres prepare SOURCE {folder}`"
-        raise DataError(proposing_path(message, folder))
+        raise DataError(suggesting_path(message, folder))
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         if data.pop("format") != FORMAT:

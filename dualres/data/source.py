@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dualres.config.validation import proposing, proposing_path
+from dualres.config.validation import suggesting, suggesting_path
 from dualres.data.settings import PYTHON as PYTHON
 from dualres.util.errors import DataError
 from dualres.util.optional_dependencies import need
@@ -56,7 +56,7 @@ def open_source(name: str, field: str = "text", subset: str | None = None, split
     if name.count("/") == 1 and not name.startswith((".", "/")) and not name.endswith(FORMATS + COMPRESSIONS):
         return [SourcePart(f"{name} {subset or ''} {split}", 0, lambda: _dataset(name, subset, split, field))]
     message = f"unknown source {name!r}: use {PYTHON} (the standard library), a file, a folder, or a dataset OWNER/NAME"
-    raise DataError(proposing_path(proposing(message, name, [PYTHON]), path))
+    raise DataError(suggesting_path(suggesting(message, name, [PYTHON]), path))
 
 
 def _format(path: Path) -> str:

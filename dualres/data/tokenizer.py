@@ -15,7 +15,7 @@ import tokenizers
 from numpy.typing import NDArray
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
 
-from dualres.config.validation import proposing, proposing_path
+from dualres.config.validation import suggesting, suggesting_path
 from dualres.util.atomic_files import write_text
 from dualres.util.errors import DataError
 from dualres.util.optional_dependencies import need
@@ -116,7 +116,7 @@ def choose(name: str, stored: Path, texts: Iterator[str], end_of_text: str | Non
     if Path(name).is_file():
         return load(Path(name), end_of_text)
     message = f"--tokenizer {name}: use bytes, bpe:4096, tekken, or the path of a tokenizer.json"
-    raise DataError(proposing_path(proposing(message, name, ("bytes", "bpe:4096", "tekken")), Path(name)))
+    raise DataError(suggesting_path(suggesting(message, name, ("bytes", "bpe:4096", "tekken")), Path(name)))
 
 
 def byte_tokenizer() -> Tokenizer:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from dualres.config.schema import ConfigError
-from dualres.config.validation import proposing
+from dualres.config.validation import suggesting
 from dualres.data.source import json_rows
 from dualres.util.errors import DataError
 from dualres.util.optional_dependencies import need
@@ -60,7 +60,7 @@ def parse_tasks(text: str) -> list[ZeroShotTask]:
     if unknown := [name for name in names if _plain(name) not in known]:
         tasks = [task.name for task in TASKS]
         message = f"--zero-shot {unknown[0]}: unknown task, use {', '.join(tasks)}; models go before the options"
-        raise ConfigError(proposing(message, unknown[0], tasks))
+        raise ConfigError(suggesting(message, unknown[0], tasks))
     if not names:
         raise ConfigError("--zero-shot '' is an empty list: remove it to run all eight tasks")
     selected = {known[_plain(name)].name for name in names}

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from safetensors import SafetensorError, safe_open
 
 from dualres.config.schema import ConfigError, ModelConfig, ResidualConfig
-from dualres.config.validation import convert, proposing_path
+from dualres.config.validation import convert, suggesting_path
 from dualres.data.shards import TOKENIZER
 from dualres.model.decoder import Decoder, build_decoder
 from dualres.residual import registry
@@ -69,7 +69,7 @@ def read_saved(folder: Path) -> Saved:
             raise ValueError("it is not a mapping")
     except FileNotFoundError:
         message = f"{folder} has no {CONFIG}: pass the folder of a run or of a saved model"
-        raise ModelError(proposing_path(message, folder)) from None
+        raise ModelError(suggesting_path(message, folder)) from None
     except (ValueError, UnicodeDecodeError) as error:
         raise ModelError(f"{path} cannot be read ({error}): restore it") from None
     return Saved(folder, config, stored_tensors(folder))

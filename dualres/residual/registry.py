@@ -10,7 +10,7 @@ from torch import nn
 from dualres.config.plugins import is_module_name
 from dualres.config.schema import ConfigError, ResidualConfig
 from dualres.config.validation import build as build_options
-from dualres.config.validation import did_you_mean, proposing
+from dualres.config.validation import did_you_mean, suggesting
 from dualres.ops import Route
 from dualres.residual.attnres import AttnRes, ValueProjected, ValueProjectedOptions
 from dualres.residual.dar import Dual, DualOptions
@@ -83,7 +83,7 @@ class Residual(NamedTuple):
 def method(name: str) -> Method:
     if name not in METHODS:
         remedy = f"use one of {', '.join(METHODS)}, or register it (--plugin MODULE, dualres.register_method)"
-        raise ConfigError(proposing(f"residual.method={name!r} is unknown: {remedy}", name, METHODS))
+        raise ConfigError(suggesting(f"residual.method={name!r} is unknown: {remedy}", name, METHODS))
     return METHODS[name]
 
 

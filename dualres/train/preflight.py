@@ -1,7 +1,6 @@
 """Checks before a run starts: each is ok, a note, or a problem with its remedy. Nothing is written."""
 
 import dataclasses
-import importlib.util
 import os
 import shutil
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from dualres.train.engines.build import engine_mesh, engine_name
 from dualres.train.loop import check_batch, check_vocabulary
 from dualres.util.atomic_files import LOCK
 from dualres.util.errors import DataError, TrainError
-from dualres.util.optional_dependencies import MissingExtraError, missing
+from dualres.util.optional_dependencies import MissingExtraError, available, missing
 
 CHECKPOINT_BYTES = 12  # per parameter: the weight and two moments in float32
 SMALL = 10**9  # tokens that can be read in seconds
@@ -150,7 +149,7 @@ def _engine(config: Config, ranks: int) -> Check:
 
 
 def _package(name: str, extra: str, purpose: str) -> Check:
-    if importlib.util.find_spec(name) is None:
+    if not available(name):
         raise MissingExtraError(missing(name, extra, purpose))
     return Check(name, "ok", f"{name} is installed")
 
@@ -186,11 +185,11 @@ def _data(config: Config, data: Path, prepares_data: bool, checked: Checked) -> 
         return ok if passes <= 1 else Check("tokens", "note", f"{message}: prepare more data to see each token once")
 
     def held_out() -> Check:
-        available = Loader(data, index, "validation", context, None).windows * context
+        held = Loader(data, index, "validation", context, None).windows * context
         needed = max(1, config.train.validation_tokens // context) * context
-        if available >= needed:
-            return Check("validation", "ok", f"{needed:,} of {available:,} tokens")
-        message = f"{available:,} tokens, fewer than the {needed:,} of train.validation_tokens"
+        if held >= needed:
+            return Check("validation", "ok", f"{needed:,} of {held:,} tokens")
+        message = f"{held:,} tokens, fewer than the {needed:,} of train.validation_tokens"
         return Check("validation", "note", message)
 
     checks = {"vocabulary": vocabulary, "tokens": budget, "validation": held_out}

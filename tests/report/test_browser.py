@@ -217,7 +217,7 @@ def test_what_others_wrote_stays_text(
     assert text == f'a,b,c,d\r\n\'{FORMULA},"x,""y""",-1.5,\r\n'
 
 
-def test_a_watched_page_renews_itself_and_looks_as_before(browser: webdriver.Chrome, suite: Path, tmp_path: Path):
+def test_a_watched_page_updates_itself_and_looks_as_before(browser: webdriver.Chrome, suite: Path, tmp_path: Path):
     page, wait = tmp_path / "page.html", WebDriverWait(browser, 20)
 
     def write(refresh: float | None, *names: str) -> None:

@@ -1,4 +1,4 @@
-"""`dualres report --watch`: the page is renewed when runs change, and the last one stays as it is."""
+"""`dualres report --watch`: the page is updated when runs change, and the last one stays as it is."""
 
 import os
 import shutil
@@ -45,7 +45,7 @@ def reloads(page: Path) -> list[str]:
     return [h.attributes["data-refresh"] for h in root.all("html") if "data-refresh" in h.attributes] + meta
 
 
-def test_it_is_renewed_when_a_run_changes(
+def test_it_is_updated_when_a_run_changes(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     pages: list[bytes] = []

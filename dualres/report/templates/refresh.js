@@ -4,7 +4,7 @@
 const seconds = Number(document.documentElement.dataset.refresh ?? 0);
 if (history.state) restore(history.state);
 if (seconds) {
-  document.getElementById("renewed").textContent = ` Last change: ${new Date(document.lastModified).toLocaleTimeString()}.`;
+  document.getElementById("updated").textContent = ` Last change: ${new Date(document.lastModified).toLocaleTimeString()}.`;
   setTimeout(() => {
     history.replaceState(current(), "");
     location.reload();
