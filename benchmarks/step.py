@@ -1,16 +1,24 @@
-"""What a residual pathway costs: time and memory of a training step relative to `standard`, and generation at batch 1.
+"""What a residual pathway costs: time and memory of a training step and time of a generated token, by `standard`'s.
 
-    python benchmarks/step.py                                # 0.1b, 1 × 1024 tokens, float32, two threads
-    python benchmarks/step.py --residuals dar-block --rounds 15 --json
+    python benchmarks/step.py --scale nano                   # 8 × 256 tokens, vocabulary 4,096, float32, two threads
+    python benchmarks/step.py                                # 0.1b, 1 × 1024 tokens, vocabulary 32,768
+    python benchmarks/step.py --residuals dar-block --alternatives llama --json
     python benchmarks/step.py --scaling                      # how cost grows with depth and tokens
 
-All methods take turns within a round, in an order that rotates from round to round, and a ratio compares the times of
-one round; the spread is from the lowest to the highest. Memory is counted, tensor by tensor, while a step runs: all
-except parameters, their gradients and the optimizer's moments, at its peak and at the end of the forward pass.
+Alternatives (`contenders.py`) are what a user would pick instead: an eager Llama of `transformers` with the same
+weights, loss and AdamW; AttnRes-Block as its pseudocode; mHC-4 by the package hyper-connections.
+
+All contenders take turns within a round, in an order that rotates from round to round, and a ratio compares the times
+of one round; the spread is from the lowest to the highest. Memory is counted, tensor by tensor, while a step runs: all
+except parameters, their gradients and the optimizer's moments, at its peak and at the end of the forward pass. With
+`--compile`, the first step shows the time of a compilation with empty caches, Llama stays eager, and no tokens are
+generated.
 """
 
 import argparse
+import contextlib
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -23,14 +31,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from contenders import ALTERNATIVES, Contender, contender, residual_of
+from torch._inductor.utils import fresh_cache
 
 from dualres.config.loading import load_config
 from dualres.config.schema import Config
-from dualres.model.generation import generate
 from dualres.ops import dispatch
-from dualres.plan.activations import LiveBytes
-from dualres.train.engines.base import MicroBatch, TorchEngine
-from dualres.train.engines.build import build_engine
 from dualres.train.process_group import World, join_world
 from dualres.util.tables import table
 
@@ -38,13 +44,19 @@ METHODS = "attnres-block,dar-block,attnres-full,dar-full,mhc-4"
 FEW_WORDS = 256  # vocabulary for measuring growth
 WARMUP = 2  # steps: compiled kernels, the optimizer's moments
 PROMPT = 16  # tokens
+BATCHES = (1, 16)  # prompts continued at a time
 
 
-class Memory(NamedTuple):
-    """Bytes of a step besides parameters, gradients and moments."""
+class Size(NamedTuple):
+    """What a scale is measured at unless an option says otherwise."""
 
-    peak: int
-    kept: int  # at the end of the forward pass
+    batch: int
+    tokens: int
+    vocabulary: int
+
+
+SIZES = dict.fromkeys(["nano", "nano-moe", "micro"], Size(8, 256, 4096))
+LARGE = Size(1, 1024, 32_768)
 
 
 def main() -> None:
@@ -52,20 +64,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scale", default="0.1b")
     parser.add_argument("--residuals", default=METHODS, help="methods besides standard, separated by commas")
-    parser.add_argument("--vocabulary", type=int, default=32_768)
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--tokens", type=int, default=1024, help="per sequence")
+    parser.add_argument(
+        "--alternatives", default=",".join(ALTERNATIVES), help="contenders that are not ours, by commas; '': none"
+    )
+    parser.add_argument("--batch", type=int, help="sequences; 8 for nano and micro, otherwise 1")
+    parser.add_argument("--tokens", type=int, help="per sequence; 256 for nano and micro, otherwise 1024")
+    parser.add_argument("--vocabulary", type=int, help="4,096 for nano and micro, otherwise 32,768")
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--compile", choices=["off", "default"], default="off")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--new-tokens", type=int, default=32, help="generated in a round, at batch 1")
-    parser.add_argument("--scaling", action="store_true", help="instead, fit how time and memory grow")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--new-tokens", type=int, default=32, help="per prompt, generated in a round")
+    parser.add_argument("--scaling", action="store_true", help="instead, fit how time and memory of ours grow")
     parser.add_argument("--figure", type=Path, help="draw the ratios into this file")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
+    for name, value in SIZES.get(arguments.scale, LARGE)._asdict().items():
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, value)
     torch.set_num_threads(arguments.threads)
-    names = ["standard", *(name for name in arguments.residuals.split(",") if name != "standard")]
+    others = "" if arguments.scaling else arguments.alternatives
+    names = [name for name in dict.fromkeys(f"standard,{arguments.residuals},{others}".split(",")) if name]
     with join_world() as world:
         if arguments.scaling:
             results = scaling(names, arguments, world)
@@ -90,12 +109,12 @@ def main() -> None:
         print(json.dumps(setting | {"found": results}))
         return
     print(", ".join(f"{key} {value}" for key, value in setting.items()))
-    print(scaling_table(results) if arguments.scaling else comparison_table(results))
+    print(scaling_table(results) if arguments.scaling else comparison_table(results, arguments.compile != "off"))
 
 
-def config_of(residual: str, arguments: argparse.Namespace, **model: int) -> Config:
-    """The scale with a residual, at the measured size."""
-    config = load_config(arguments.scale, residual)
+def config_of(name: str, arguments: argparse.Namespace, **model: int) -> Config:
+    """The scale with the residual of a contender, at the measured size."""
+    config = load_config(arguments.scale, residual_of(name))
     tokens = model.pop("tokens", arguments.tokens)
     train = dataclasses.replace(
         config.train,
@@ -111,64 +130,40 @@ def config_of(residual: str, arguments: argparse.Namespace, **model: int) -> Con
     return dataclasses.replace(config, model=dataclasses.replace(config.model, **size), train=train)
 
 
-class Contender:
-    """One method: its engine, and a batch of random tokens."""
-
-    def __init__(self, config: Config, world: World):
-        self.config, self.world = config, world
-        engine = build_engine(config, world, end_of_text=0)
-        assert isinstance(engine, TorchEngine)
-        self.engine = engine
-        shape = config.train.micro_batch, config.model.context + 1
-        generator = torch.Generator().manual_seed(0)
-        self.sequences = torch.randint(config.model.vocab_size, shape, generator=generator).to(world.device)
-        for _ in range(WARMUP):
-            self.step()
-
-    def step(self) -> None:
-        """Forward, backward, update."""
-        self.engine.accumulate([MicroBatch(self.sequences, 1.0)])
-        self.engine.update(self.config.train.learning_rate, self.config.train.clip)
-        self.finish()
-
-    def finish(self) -> None:
-        """Wait for the device."""
-        if self.world.device.type == "cuda":
-            torch.cuda.synchronize()
-
-    def generate(self, new_tokens: int) -> None:
-        """Continue one short prompt, token by token."""
-        generate(self.engine.decoder, [self.sequences[0, :PROMPT].tolist()], new_tokens)
-        self.finish()
-
-    def memory(self) -> Memory:
-        """Count the tensors of one step."""
-        objective = self.engine.wrapped
-        for parameter in objective.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-        older = [tensor for parameter in objective.parameters() for tensor in (parameter, parameter.grad)]
-        with LiveBytes([tensor for tensor in older if tensor is not None]) as live:
-            loss = objective(self.sequences)
-            kept = live.now
-            loss.backward()
-        self.engine.optimizer.zero_grad()
-        return Memory(live.peak, kept)
+def ready(name: str, config: Config, world: World) -> tuple[Contender, float]:
+    """A contender after its first steps, and the seconds that the first took."""
+    model = contender(name, config, world)
+    with contextlib.nullcontext() if config.train.compile == "off" else fresh_cache():
+        first = seconds(model.step)
+    for _ in range(WARMUP - 1):
+        model.step()
+    return model, first
 
 
 def compare(configs: dict[str, Config], arguments: argparse.Namespace, world: World) -> dict[str, Any]:
-    """Seconds and bytes of every method in each round, by name."""
-    contenders = {}
+    """Seconds and bytes of every contender in each round, by name."""
+    compiled = arguments.compile != "off"
+    if compiled:
+        with fresh_cache():  # what a process loads once is not part of the first contender's time
+            torch.compile(torch.sin)(torch.ones(64, requires_grad=True)).sum().backward()
+    contenders: dict[str, Contender] = {}
+    results: dict[str, Any] = {}
     for name, config in configs.items():
-        contenders[name] = Contender(config, world)
+        contenders[name], first = ready(name, config, world)
+        results[name] = {"first": first, "step": []}
         say(f"{name} is ready")
-    results: dict[str, Any] = {name: {"step": [], "generate": []} for name in contenders}
     names = list(contenders)
+    prompts = {batch: contenders["standard"].random_tokens(batch, PROMPT) for batch in BATCHES if not compiled}
+    for batch, name in itertools.product(prompts, names):
+        contenders[name].generate(prompts[batch], 2)
+        results[name][f"token_{batch}"] = []
     for turn in range(arguments.rounds):
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+        order = names[turn % len(names) :] + names[: turn % len(names)]
+        for name in order:
             results[name]["step"].append(seconds(contenders[name].step))
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            spent = seconds(partial(contenders[name].generate, arguments.new_tokens))
-            results[name]["generate"].append(spent / max(arguments.new_tokens, 1))
+        for batch, name in itertools.product(prompts, order):
+            spent = seconds(partial(contenders[name].generate, prompts[batch], arguments.new_tokens))
+            results[name][f"token_{batch}"].append(spent / arguments.new_tokens)
         say(f"round {turn + 1} of {arguments.rounds}")
     for name in names:
         results[name] |= contenders[name].memory()._asdict()
@@ -188,10 +183,10 @@ def scaling(names: Sequence[str], arguments: argparse.Namespace, world: World) -
             if config.residual.method.endswith("-block"):  # four blocks at any depth
                 residual = dataclasses.replace(config.residual, branches_per_block=2 * factor)
                 config = dataclasses.replace(config, residual=residual)
-            contenders["layers"][4 * factor] = Contender(config, world)
+            contenders["layers"][4 * factor], _ = ready(name, config, world)
             tokens = arguments.tokens * factor // 4
             short = config_of(name, arguments, layers=4, tokens=tokens, vocab_size=FEW_WORDS)
-            contenders["tokens"][tokens] = Contender(short, world)
+            contenders["tokens"][tokens], _ = ready(name, short, world)
         sizes = [(by, size) for by, row in contenders.items() for size in row]
         results[name] = {by: {size: {"seconds": []} for size in row} for by, row in contenders.items()}
         for _ in range(arguments.rounds):
@@ -210,7 +205,7 @@ def exponent(costs: dict[int, float]) -> float:
     return sum((a - x) * (b - y) for a, b in points) / sum((a - x) ** 2 for a, _ in points)
 
 
-def seconds(work: Callable[[], None]) -> float:
+def seconds(work: Callable[[], object]) -> float:
     """Seconds that a call takes."""
     began = time.perf_counter()
     work()
@@ -227,22 +222,23 @@ def spread(values: list[float], digits: int = 3) -> str:
     return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f}–{max(values):.{digits}f})"
 
 
-def comparison_table(results: dict[str, Any]) -> str:
-    """One row per method."""
-    rows = [
-        [
-            name,
-            f"{statistics.median(row['step']):.3f}",
-            spread(ratios(results, name, "step")),
-            f"{row['peak'] / 2**20:.0f}",
-            f"{row['peak'] / results['standard']['peak']:.3f}",
-            f"{row['kept'] / results['standard']['kept']:.3f}",
-            f"{1e3 * statistics.median(row['generate']):.1f}",
-            spread(ratios(results, name, "generate")),
-        ]
-        for name, row in results.items()
-    ]
-    heads = ["method", "step, s", "ratio", "peak, MiB", "ratio", "kept, ratio", "token, ms", "ratio"]
+def comparison_table(results: dict[str, Any], compiled: bool) -> str:
+    """One row per contender: its first step if that compiles, otherwise its generated tokens."""
+    standard, batches = results["standard"], () if compiled else BATCHES
+    heads = ["contender", "step, s", "ratio", "peak, MiB", "ratio", "kept, ratio"]
+    heads += ["first step, s", "ratio"] if compiled else []
+    for batch in batches:
+        heads += [f"token at batch {batch}, ms", "ratio"]
+    rows = []
+    for name, row in results.items():
+        cells = [name, f"{statistics.median(row['step']):.3f}", spread(ratios(results, name, "step"))]
+        cells += [f"{row['peak'] / 2**20:.0f}", f"{row['peak'] / standard['peak']:.3f}"]
+        cells += [f"{row['kept'] / standard['kept']:.3f}"]
+        cells += [f"{row['first']:.1f}", f"{row['first'] / standard['first']:.2f}"] if compiled else []
+        for batch in batches:
+            milliseconds = 1e3 * statistics.median(row[f"token_{batch}"])
+            cells += [f"{milliseconds:.1f}", spread(ratios(results, name, f"token_{batch}"))]
+        rows.append(cells)
     return table(heads, rows)
 
 
@@ -267,8 +263,10 @@ def draw(results: dict[str, Any], setting: dict[str, Any], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     names = [name for name in results if name != "standard"]
-    figure, axes = plt.subplots(1, 3, figsize=(11, 3.2), sharey=True, layout="constrained")
-    titles = {"step": "training step", "peak": "peak memory", "generate": "generated token, batch 1"}
+    titles = {"step": "training step", "peak": "peak memory"}
+    titles |= {f"token_{batch}": f"generated token, batch {batch}" for batch in BATCHES if setting["compile"] == "off"}
+    size = (13, 1.2 + 0.4 * len(names))
+    figure, axes = plt.subplots(1, len(titles), figsize=size, sharey=True, layout="constrained")
     for axis, (what, title) in zip(axes, titles.items(), strict=True):
         for y, name in enumerate(names):
             peak = what == "peak"
@@ -277,6 +275,9 @@ def draw(results: dict[str, Any], setting: dict[str, Any], path: Path) -> None:
             axis.plot(statistics.median(values), y, "|", color="black", markersize=18)
             axis.annotate(f"{statistics.median(values):.2f}", (statistics.median(values), y - 0.3), ha="center")
         axis.axvline(1, color="gray", linewidth=0.8)
+        axis.set_xscale("log", base=2)
+        axis.xaxis.set_major_formatter("{x:g}")
+        axis.margins(0.15)
         axis.set_title(title)
         axis.set_xlabel("ratio to standard")
     axes[0].set_yticks(range(len(names)), names)
