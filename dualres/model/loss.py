@@ -96,32 +96,37 @@ def loss_and_gradients(
     present = torch.ones_like(targets, dtype=torch.bool) if inside is None else inside
     present, target = present[:, None], targets[:, None]
     grad_hidden = torch.empty_like(hidden) if differentiated else None
-    grad_weight = torch.zeros_like(weight, dtype=precise) if differentiated else None
+    grad_weight: Tensor | None = None
     total = torch.zeros((), dtype=precise, device=hidden.device)
     for start in range(0, len(hidden), rows):
         part = slice(start, start + rows)
-        logits = (hidden[part] @ weight.T).to(precise)  # (rows,V)
-        log_partition = logits.logsumexp(-1, keepdim=True)
-        target_logit = logits.gather(-1, target[part]).where(present[part], 0)
+        logits = hidden[part] @ weight.T  # (rows,V)
+        error = logits.softmax(-1, dtype=precise)  # p − onehot, once the target is subtracted
+        # log Σ exp(x) = max x − log max p: with `logsumexp`, every logit would be exponentiated twice.
+        log_partition = logits.amax(-1, keepdim=True).to(precise) - error.amax(-1, keepdim=True).log()
+        target_logit = logits.gather(-1, target[part]).to(precise).where(present[part], 0)
+        del logits
         if reduce_over_ranks is not None:
-            log_partition, target_logit = reduce_over_ranks(log_partition, target_logit)
+            own = log_partition
+            log_partition, target_logit = reduce_over_ranks(own, target_logit)
+            error *= (own - log_partition).exp()
         total += (log_partition - target_logit).sum()
-        if grad_hidden is None or grad_weight is None:
+        if grad_hidden is None:
             continue
-        error = logits.sub_(log_partition).exp_()
         error.scatter_add_(-1, target[part], -present[part].to(precise))
-        error = error.div_(len(hidden)).to(hidden.dtype)
+        error = error.to(hidden.dtype)
         torch.mm(error, weight, out=grad_hidden[part])
-        add_product(grad_weight, error.T, hidden[part])
-    return total / len(hidden), grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype)
+        grad_weight = plus_product(grad_weight, error.T, hidden[part], precise)
+    if grad_hidden is None or grad_weight is None:
+        return total / len(hidden), None, None
+    return total / len(hidden), grad_hidden.div_(len(hidden)), grad_weight.div_(len(hidden)).to(weight.dtype)
 
 
-def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a b, in place if the dtypes agree. (V,D), (V,rows), (rows,D)"""
-    if total.dtype == a.dtype:
-        total.addmm_(a, b)
-    else:
-        total += a @ b
+def plus_product(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """total + a b in `dtype`, in place if the dtypes agree. (V,D), (V,rows), (rows,D) -> (V,D)"""
+    if total is None:
+        return (a @ b).to(dtype)
+    return total.addmm_(a, b) if a.dtype == dtype else total.add_(a @ b)
 
 
 def document_numbers(tokens: Tensor, end_of_text: int) -> Tensor:
