@@ -75,7 +75,7 @@ class Context:
         report: RouterReport | None = None,
     ):
         self.cosine = cosine  # (B or 1,1,T,H)
-        self.sine = sine  # (B or 1,1,T,H)
+        self.sine = sine  # (B or 1,1,T,H), negative in the first half: see `rotary_tables`
         self.mask = mask  # (B or 1,1,T,P), True where a token may attend; None: causal, nothing cached unless T is 1
         self.cache = cache
         self.report = report
@@ -122,15 +122,18 @@ class Attention(nn.Module):
 def rotate(x: Tensor, context: Context) -> Tensor:
     """Rotary positions: the two halves of a head are the two coordinates of H/2 rotated planes. (B,heads,T,H)"""
     first, second = x.chunk(2, -1)
-    turned = torch.cat([-second, first], -1)
-    return (x * context.cosine + turned * context.sine).to(x.dtype)
+    swapped = torch.cat([second, first], -1)
+    return torch.addcmul(swapped * context.sine, x, context.cosine).to(x.dtype)
 
 
 def rotary_tables(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of every position and frequency. (B or 1,T), (H/2) -> two of (B or 1,1,T,H)"""
+    """Cosine and ∓sine of every position and frequency. (B or 1,T), (H/2) -> two of (B or 1,1,T,H)
+
+    The sine is negative in the first half, where it multiplies the second coordinate.
+    """
     angles = positions[:, None, :, None].to(frequencies.dtype) * frequencies
-    angles = torch.cat([angles, angles], -1)
-    return angles.cos(), angles.sin()
+    cosine, sine = angles.cos(), angles.sin()
+    return torch.cat([cosine, cosine], -1), torch.cat([-sine, sine], -1)
 
 
 def rotary_frequencies(
