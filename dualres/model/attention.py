@@ -10,6 +10,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from dualres.config.schema import ModelConfig, RopeScaling
 
+MIN_ROOM = 64  # tokens that a full cache makes room for
+
 
 class Cache(Protocol):
     """Keys and values of earlier tokens; `transformers`' `DynamicCache` implements it too."""
@@ -22,21 +24,35 @@ class Cache(Protocol):
 
 
 class KVCache:
-    """One pair of tensors per attention layer, grown by concatenation."""
+    """One buffer per attention layer with room for more tokens, so that a new token does not copy the earlier ones.
+
+    With gradients there is no room, and the buffer is concatenated: autograd needs the earlier tokens unchanged.
+    """
 
     def __init__(self) -> None:
-        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self.buffers: dict[int, Tensor] = {}  # keys and values of a layer (2,B,heads,capacity,H)
+        self.lengths: dict[int, int] = {}  # tokens in it
 
     def update(self, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         """(B,heads,T,H) -> (B,heads,P,H)"""
-        if layer in self.layers:
-            past_key, past_value = self.layers[layer]
-            key, value = torch.cat([past_key, key], 2), torch.cat([past_value, value], 2)
-        self.layers[layer] = key, value
-        return key, value
+        past, new = self.lengths.get(layer, 0), key.shape[2]
+        self.lengths[layer] = past + new
+        if past == 0:
+            self.buffers[layer] = torch.stack([key, value])
+            return key, value
+        buffer = self.buffers[layer]
+        recorded = torch.is_grad_enabled() and (key.requires_grad or value.requires_grad or buffer.requires_grad)
+        if recorded or past + new > buffer.shape[3]:
+            room = buffer.new_empty(*buffer.shape[:3], 0 if recorded else max(MIN_ROOM, past // 2), buffer.shape[4])
+            buffer = torch.cat([buffer.narrow(3, 0, past), torch.stack([key, value]), room], 3)
+            self.buffers[layer] = buffer
+        else:
+            torch.stack([key, value], out=buffer.narrow(3, past, new))
+        keys, values = buffer.narrow(3, 0, past + new).unbind()
+        return keys, values
 
     def get_seq_length(self) -> int:
-        return next(iter(self.layers.values()))[0].shape[2] if self.layers else 0
+        return next(iter(self.lengths.values()), 0)
 
 
 class RouterReport:
@@ -101,7 +117,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """(B,T,D) -> (B,T,D)"""
-        query, key, value = self.split(self.query(x)), self.split(self.key(x)), self.split(self.value(x))
+        shape = *x.shape[:2], -1, self.head_width
+        query, key, value = (part(x).view(shape).transpose(1, 2) for part in (self.query, self.key, self.value))
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
         query, key = rotate(query, context), rotate(key, context)
@@ -114,15 +131,10 @@ class Attention(nn.Module):
         mixed = scaled_dot_product_attention(query, key, value, mask, is_causal=causal, enable_gqa=True)
         return self.output(mixed.transpose(1, 2).flatten(2))
 
-    def split(self, x: Tensor) -> Tensor:
-        """(B,T,heads·H) -> (B,heads,T,H)"""
-        return x.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
-
 
 def rotate(x: Tensor, context: Context) -> Tensor:
     """Rotary positions: the two halves of a head are the two coordinates of H/2 rotated planes. (B,heads,T,H)"""
-    first, second = x.chunk(2, -1)
-    swapped = torch.cat([second, first], -1)
+    swapped = x.roll(x.shape[-1] // 2, -1)
     return torch.addcmul(swapped * context.sine, x, context.cosine).to(x.dtype)
 
 
@@ -131,9 +143,8 @@ def rotary_tables(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tenso
 
     The sine is negative in the first half, where it multiplies the second coordinate.
     """
-    angles = positions[:, None, :, None].to(frequencies.dtype) * frequencies
-    cosine, sine = angles.cos(), angles.sin()
-    return torch.cat([cosine, cosine], -1), torch.cat([-sine, sine], -1)
+    angles = positions[:, None, :, None] * torch.cat([-frequencies, frequencies])
+    return angles.cos(), angles.sin()
 
 
 def rotary_frequencies(
@@ -168,7 +179,7 @@ def causal_mask(
     `attention_mask` (B,P) is False at padding; `documents` (B,P) numbers each token's document, and tokens attend
     within their own. Every token attends to itself, so no softmax row is empty.
     """
-    if past == 0 and attention_mask is None and documents is None:
+    if attention_mask is None and documents is None and (past == 0 or tokens == 1):
         return None
     query = torch.arange(past, past + tokens, device=device)[:, None]
     key = torch.arange(past + tokens, device=device)[None, :]

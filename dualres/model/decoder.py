@@ -82,9 +82,14 @@ class Decoder(nn.Module):
         attention_mask: Tensor | None = None,
         cache: Cache | None = None,
         report: RouterReport | None = None,
+        last_only: bool = False,
     ) -> Tensor:
-        """Next-token logits at every position. tokens (B,T) -> (B,T,V); see `hidden` for the options."""
-        return self.vocabulary.logits(self.hidden(tokens, attention_mask=attention_mask, cache=cache, report=report))
+        """Next-token logits at every position, or at the last one. tokens (B,T) -> (B,T,V) or (B,1,V)
+
+        See `hidden` for the other options.
+        """
+        hidden = self.hidden(tokens, attention_mask=attention_mask, cache=cache, report=report)
+        return self.vocabulary.logits(hidden[:, -1:] if last_only else hidden)
 
     def hidden(
         self,

@@ -37,13 +37,16 @@ def generate(
     avoid_hidden_tiles()
     device = decoder.norm.weight.device
     tokens, attention_mask = left_pad(prompts, device)
+    padded = len({len(prompt) for prompt in prompts}) > 1
     cache = KVCache() if cached else None
     new = tokens
     for _ in range(new_tokens):
-        logits = decoder(new, attention_mask=attention_mask, cache=cache)[:, -1]  # (B,V)
+        mask = attention_mask if padded else None
+        logits = decoder(new, attention_mask=mask, cache=cache, last_only=True)[:, -1]  # (B,V)
         chosen = _choose(logits, temperature, generator)
         tokens = torch.cat([tokens, chosen], 1)
-        attention_mask = torch.cat([attention_mask, torch.ones_like(chosen, dtype=torch.bool)], 1)
+        if padded:
+            attention_mask = torch.cat([attention_mask, torch.ones_like(chosen, dtype=torch.bool)], 1)
         new = chosen if cached else tokens
     return tokens[:, tokens.shape[1] - new_tokens :].tolist()
 

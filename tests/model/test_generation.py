@@ -9,10 +9,19 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from dualres.config.schema import ResidualConfig
-from dualres.model.attention import KVCache, RouterReport, causal_mask
+from dualres.model.attention import MIN_ROOM, KVCache, RouterReport, causal_mask
 from dualres.model.decoder import Decoder
 from dualres.model.generation import generate
-from tests.small import FEEDFORWARDS, RESIDUALS, model_config, random_tokens, relative_error, stirred
+from tests.small import (
+    FEEDFORWARDS,
+    RESIDUALS,
+    gradients,
+    model_config,
+    next_token_loss,
+    random_tokens,
+    relative_error,
+    stirred,
+)
 
 TOLERANCE = 1e-5
 LENGTH = 13
@@ -70,6 +79,38 @@ def test_cache_of_transformers(one_decoder, sizes, real):
     tokens = random_tokens(length=LENGTH)
     wanted = run_in_chunks(one_decoder, tokens, sizes, KVCache(), real)
     assert torch.equal(run_in_chunks(one_decoder, tokens, sizes, DynamicCache(), real), wanted)
+
+
+def test_cache_grows():
+    """Past several sizes of its buffers, whose earlier results stay as they were."""
+    ours, theirs, generator = KVCache(), DynamicCache(), torch.Generator().manual_seed(0)
+    earlier: list[tuple[Tensor, Tensor]] = []
+    for length in [3, *[1] * (2 * MIN_ROOM), MIN_ROOM, 200, 1]:
+        key, value = torch.randn(2, 2, 3, length, 4, generator=generator)
+        found, wanted = ours.update(key, value, 0), theirs.update(key, value, 0)
+        assert all(map(torch.equal, found, wanted))
+        earlier += zip(found, [tensor.clone() for tensor in found], strict=True)
+    assert all(itertools.starmap(torch.equal, earlier))
+    assert ours.get_seq_length() == theirs.get_seq_length()
+    ours.update(key, value, 1)
+    assert ours.get_seq_length() == theirs.get_seq_length()
+
+
+def test_gradient_through_a_cache():
+    decoder, tokens = calm("dense", RESIDUALS["standard"]), random_tokens(length=LENGTH)
+    found = []
+    with torch.enable_grad():
+        for run in (lambda: run_in_chunks(decoder, tokens, CHUNKS["1 5 3 4"], KVCache()), lambda: decoder(tokens)):
+            decoder.zero_grad()
+            next_token_loss(run(), tokens).backward()
+            found.append(gradients(decoder))
+    for name, wanted in found[1].items():
+        assert relative_error(found[0][name], wanted) < TOLERANCE, name
+
+
+def test_logits_of_the_last_token(one_decoder):
+    tokens = random_tokens(length=LENGTH)
+    assert relative_error(one_decoder(tokens, last_only=True), one_decoder(tokens)[:, -1:]) < TOLERANCE
 
 
 @pytest.mark.parametrize("sizes", [None, [1, 5, 3, 4]], ids=["uncached", "1 5 3 4"])
