@@ -118,7 +118,10 @@ class TorchEngine(Engine):
 
     def clip_gradient(self, limit: float) -> float:
         """Clip the gradient to the norm `limit`. -> the norm before clipping"""
-        return float(nn.utils.clip_grad_norm_(self.parameters.values(), limit))
+        norm = nn.utils.get_total_norm([p.grad for p in self.parameters.values() if p.grad is not None])
+        if limit / (norm.item() + 1e-6) < 1:  # otherwise PyTorch would multiply every gradient by 1
+            nn.utils.clip_grads_with_norm_(self.parameters.values(), limit, norm)
+        return norm.item()
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors themselves, not copies."""
