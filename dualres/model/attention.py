@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from dualres.config.schema import ModelConfig, RopeScaling
 
-MIN_ROOM = 64  # tokens that a full cache makes room for
+LONG = 64  # tokens from which on a cache makes room for more
 
 
 class Cache(Protocol):
@@ -24,35 +24,40 @@ class Cache(Protocol):
 
 
 class KVCache:
-    """One buffer per attention layer with room for more tokens, so that a new token does not copy the earlier ones.
+    """Two buffers per attention layer; long ones have room for more tokens, so that a new one copies no earlier ones.
 
-    With gradients there is no room, and the buffer is concatenated: autograd needs the earlier tokens unchanged.
+    Below `LONG` tokens, concatenation is faster. With gradients it is necessary: earlier tokens must stay unchanged.
     """
 
     def __init__(self) -> None:
-        self.buffers: dict[int, Tensor] = {}  # keys and values of a layer (2,B,heads,capacity,H)
-        self.lengths: dict[int, int] = {}  # tokens in it
+        self.layers: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values, each (B,heads,capacity,H)
+        self.lengths: dict[int, int] = {}  # tokens in them
 
     def update(self, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         """(B,heads,T,H) -> (B,heads,P,H)"""
-        past, new = self.lengths.get(layer, 0), key.shape[2]
-        self.lengths[layer] = past + new
-        if past == 0:
-            self.buffers[layer] = torch.stack([key, value])
-            return key, value
-        buffer = self.buffers[layer]
-        recorded = torch.is_grad_enabled() and (key.requires_grad or value.requires_grad or buffer.requires_grad)
-        if recorded or past + new > buffer.shape[3]:
-            room = buffer.new_empty(*buffer.shape[:3], 0 if recorded else max(MIN_ROOM, past // 2), buffer.shape[4])
-            buffer = torch.cat([buffer.narrow(3, 0, past), torch.stack([key, value]), room], 3)
-            self.buffers[layer] = buffer
-        else:
-            torch.stack([key, value], out=buffer.narrow(3, past, new))
-        keys, values = buffer.narrow(3, 0, past + new).unbind()
-        return keys, values
+        past = self.lengths.get(layer, 0)
+        self.lengths[layer] = length = past + key.shape[2]
+        if past > 0:
+            keys, values = self.layers[layer]
+            key, value = appended(keys, past, key), appended(values, past, value)
+        self.layers[layer] = key, value
+        full = key.shape[2] == length
+        return (key, value) if full else (key.narrow(2, 0, length), value.narrow(2, 0, length))
 
     def get_seq_length(self) -> int:
         return next(iter(self.lengths.values()), 0)
+
+
+def appended(buffer: Tensor, past: int, new: Tensor) -> Tensor:
+    """The buffer, or a larger one, with new tokens after its `past` ones. (B,heads,capacity,H), (B,heads,T,H)"""
+    tokens, differentiated = new.shape[2], new.requires_grad or buffer.requires_grad
+    if past + tokens <= buffer.shape[2] and not differentiated:
+        buffer.narrow(2, past, tokens).copy_(new)
+        return buffer
+    parts = [buffer if buffer.shape[2] == past else buffer.narrow(2, 0, past), new]
+    if past >= LONG and not differentiated:
+        parts.append(buffer.narrow(2, 0, past // 2))  # room; its contents do not matter
+    return torch.cat(parts, 2)
 
 
 class RouterReport:

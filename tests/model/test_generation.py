@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from dualres.config.schema import ResidualConfig
-from dualres.model.attention import MIN_ROOM, KVCache, RouterReport, causal_mask
+from dualres.model.attention import LONG, KVCache, RouterReport, causal_mask
 from dualres.model.decoder import Decoder
 from dualres.model.generation import generate
 from tests.small import (
@@ -85,7 +85,7 @@ def test_cache_grows():
     """Past several sizes of its buffers, whose earlier results stay as they were."""
     ours, theirs, generator = KVCache(), DynamicCache(), torch.Generator().manual_seed(0)
     earlier: list[tuple[Tensor, Tensor]] = []
-    for length in [3, *[1] * (2 * MIN_ROOM), MIN_ROOM, 200, 1]:
+    for length in [3, *[1] * (2 * LONG), LONG, 200, 1]:
         key, value = torch.randn(2, 2, 3, length, 4, generator=generator)
         found, wanted = ours.update(key, value, 0), theirs.update(key, value, 0)
         assert all(map(torch.equal, found, wanted))
