@@ -1,6 +1,7 @@
 """What `benchmarks/step.py` compares computes the same, and a run of it ends in a table."""
 
 import dataclasses
+import importlib
 import json
 import sys
 from collections.abc import Iterator
@@ -15,7 +16,6 @@ from dualres.train.process_group import World
 from tests.plugin import forgotten_afterwards
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
-MODULES = ("contenders", "step")
 
 
 @pytest.fixture
@@ -23,8 +23,8 @@ def benchmarks(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Any]]:
     """`contenders` and `step`, as the script imports them."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     with forgotten_afterwards():
-        yield tuple(map(__import__, MODULES))
-    for name in MODULES:
+        yield importlib.import_module("contenders"), importlib.import_module("step")
+    for name in ("contenders", "step"):
         sys.modules.pop(name)
 
 
