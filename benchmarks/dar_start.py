@@ -117,7 +117,7 @@ def validation_loss(decoder: Decoder, held_out: Tensor) -> float:
 def separation(decoder: Decoder, tokens: Tensor) -> float:
     """‖H⁰ − H¹‖ / ‖H⁰‖ over all block states."""
     states: list[Tensor] = []
-    hooks = [block.register_forward_hook(lambda _, __, state: states.append(state)) for block in decoder.stack]
+    hooks = [block.register_forward_hook(lambda _, __, found: states.append(found[0])) for block in decoder.stack]
     decoder(tokens)
     for hook in hooks:
         hook.remove()

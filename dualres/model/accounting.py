@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from dualres import ops
 from dualres.model.attention import Attention
 from dualres.model.block import ResidualStack, extended
 from dualres.model.decoder import Decoder
@@ -131,7 +132,7 @@ def _pathways_alone(stack: ResidualStack, state: Tensor) -> Iterator[Tensor]:
         for i in range(len(block.branches)):
             h, inside = pathway.read(inside, i)
             inside = pathway.write(inside, i, h)
-        history = extended(history, pathway.close(inside), pathway)
+        history = extended(ops.passed_on(history, pathway.carriers(inside)), pathway.close(inside), pathway)
         yield history[-1]
     yield stack.readout(*history)
 

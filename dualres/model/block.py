@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from dualres import ops
 from dualres.config.schema import ResidualConfig
 from dualres.config.validation import choices, did_you_mean
 from dualres.ops import Norm
@@ -56,26 +57,29 @@ class ResidualBlock(nn.Module):
         self.keywords = [branch_keywords(branch) for branch in branches]  # of each branch; None: it takes any
         self.pathway = pathway
         self.recompute: Recompute = "none"
-        self.compiled_run: Callable[..., Tensor] | None = None  # `run`, if `compile_blocks` has compiled it
+        self.compiled_run: Callable[..., tuple[Tensor, ...]] | None = None  # `run`, if `compile_blocks` has compiled it
         self.tap: Any = None  # a wrapper of the pathway, set by an analysis (`dualres.analyze.taps`)
 
-    def forward(self, *history: Tensor, **context: Any) -> Tensor:
-        """H_0 … H_{b-1} (only the last for a pathway without history), each (J,B,T,D) -> H_b (J,B,T,D)"""
+    def forward(self, *history: Tensor, **context: Any) -> tuple[Tensor, ...]:
+        """H_0 … H_{b-1} (only the last for a pathway without history), each (J,B,T,D) -> H_b (J,B,T,D), carriers
+
+        Through the carriers of the history, if any, later blocks send its gradient: `after`.
+        """
         return (self.compiled_run or self.run)(*history, **context)
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles are neither compiled nor tapped, as with `nn.Module.compile`."""
         return {**super().__getstate__(), "compiled_run": None, "tap": None}
 
-    def run(self, *history: Tensor, **context: Any) -> Tensor:
+    def run(self, *history: Tensor, **context: Any) -> tuple[Tensor, ...]:
         """The part that is compiled: `forward` wraps it, so that an engine's hooks on the module stay outside."""
         if self.recompute == "none" or not torch.is_grad_enabled():
             return self.compute(*history, **context)
         keep = CHECKPOINT_OPTIONS[self.recompute]
         return checkpoint(self.compute, *history, use_reentrant=False, **keep, **context)
 
-    def compute(self, *history: Tensor, **context: Any) -> Tensor:
-        """The block itself: the part that is recomputed."""
+    def compute(self, *history: Tensor, **context: Any) -> tuple[Tensor, ...]:
+        """The block itself, which is the part that is recomputed: H_b, and carriers of the history, if any."""
         pathway: Pathway = self.tap or self.pathway
         state = pathway.open(history)
         for i, (branch, names) in enumerate(zip(self.branches, self.keywords, strict=True)):
@@ -83,7 +87,7 @@ class ResidualBlock(nn.Module):
             own = context if names is None else {name: context[name] for name in names if name in context}
             update = (branch.module if isinstance(branch, NormedBranch) else branch)(h, **own)
             state = pathway.write(state, i, checked_update(update, h))
-        return pathway.close(state)
+        return pathway.close(state), *pathway.carriers(state)
 
 
 def branch_keywords(branch: nn.Module) -> tuple[str, ...] | None:
@@ -181,7 +185,8 @@ def embed(embedding: Tensor, streams: int) -> History:
 
 def after(block: ResidualBlock, history: History, **context: Any) -> History:
     """The history that the next block sees: the block's history with its output."""
-    return extended(history, block(*history, **context), block.pathway)
+    state, *carriers = block(*history, **context)
+    return extended(ops.passed_on(history, carriers), state, block.pathway)
 
 
 def extended(history: History, state: Tensor, pathway: Pathway) -> History:

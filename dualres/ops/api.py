@@ -4,7 +4,7 @@
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -65,30 +65,55 @@ def prefix(history: Sequence[Tensor], queries: Tensor, *, route: Route, eps: flo
 
     history R × (J,B,T,D), queries (U,O,D) -> one `Prefix` per query set
     """
+    return prefix_with_carriers(history, queries, route=route, eps=eps)[0]
+
+
+def prefix_with_carriers(
+    history: Sequence[Tensor], queries: Tensor, *, route: Route, eps: float
+) -> tuple[tuple[Prefix, ...], tuple[Tensor, ...]]:
+    """`prefix`, and a carrier of each history state, for `passed_on`. -> U × `Prefix`, R × (J,B,T,D) or nothing"""
     if dispatch.kind(checks.first("history", history)) == "reference":
         checks.prefix(history, queries, *route)
-        return Equations.prefix(history, queries, route=route, eps=eps)
+        return Equations.prefix(history, queries, route=route, eps=eps), ()
     arguments = PrefixArguments(list(history), queries, list(route.key), list(route.value), eps)
     outputs, sets = autograd.prefix(arguments), len(queries)
-    return tuple(map(Prefix, outputs[:sets], outputs[sets : 2 * sets]))
+    return tuple(map(Prefix, outputs[:sets], outputs[sets : 2 * sets])), tuple(outputs[2 * sets + 2 :])
+
+
+def passed_on(history: Sequence[Tensor], carriers: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The same states, whose gradient goes to the carriers: to whoever read the states last, which adds its own."""
+    return tuple(map(PassedOn.apply, history, carriers)) if carriers else tuple(history)
+
+
+class PassedOn(torch.autograd.Function):
+    """A state with the gradient of its carrier."""
+
+    @staticmethod
+    def forward(ctx: Any, state: Tensor, carrier: Tensor) -> Tensor:
+        return state.view_as(state)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        return None, gradient
 
 
 def read(
     prefix: Prefix, live: Live | None, *, query: Tensor | None, route: Route, eps: float, norm: Norm | None
-) -> Tensor:
+) -> tuple[Tensor, Prefix, Live | None]:
     """Phase 2 without gates: merge the history with the live state, then apply the branch's norm, if any.
 
-    query (1,D) -> (B,T,D)
+    query (1,D) -> (B,T,D), and the same prefix and live streams for the next read
     """
     if live is None and norm is None:
-        return prefix.retrieved.squeeze(0)
+        return prefix.retrieved.squeeze(0), prefix, live
     if live is not None and live.coefficients.requires_grad:
         raise ValueError("live.coefficients requires grad, but a read without gates takes constants: detach them")
     arguments = _read_arguments(prefix, live, query, (), route, eps, norm)
     if dispatch.kind(prefix.retrieved) == "reference":
         checks.read(arguments)
-        return Equations.read(prefix, live, query=query, route=route, eps=eps, norm=norm)
-    return autograd.read(arguments)[0]
+        return Equations.read(prefix, live, query=query, route=route, eps=eps, norm=norm), prefix, live
+    h, _, *carriers = autograd.read(arguments)
+    return h, _after_read(prefix, carriers), live and _live_after(live.updates, live.coefficients, carriers[1:])
 
 
 def gated_read(
@@ -100,18 +125,20 @@ def gated_read(
     route: Route,
     eps: float,
     norm: Norm | None,
-) -> tuple[Tensor, Live]:
+) -> tuple[Tensor, Prefix, Live]:
     """Phase 2 of DAR: the branch input h = α⁰h⁰ + α¹h¹, and the live streams with the coefficients [M(ρ) C, β].
 
     query (2,D), gates α, β and, with a live state, ρ
-    -> (B,T,D), live streams with the next branch output still to be appended
+    -> (B,T,D), the same prefix for the next read, live streams with the next branch output still to be appended
     """
     arguments = _read_arguments(prefix, live, query, gates, route, eps, norm)
     if dispatch.kind(prefix.retrieved) == "reference":
         checks.read(arguments)
-        return Equations.gated_read(prefix, live, query=query, gates=gates, route=route, eps=eps, norm=norm)
-    h, next_coefficients = autograd.read(arguments)
-    return h, Live(live.updates if live else (), next_coefficients)
+        h, left = Equations.gated_read(prefix, live, query=query, gates=gates, route=route, eps=eps, norm=norm)
+        return h, prefix, left
+    h, next_coefficients, *carriers = autograd.read(arguments)
+    updates = live.updates if live else ()
+    return h, _after_read(prefix, carriers), _live_after(updates, next_coefficients, carriers[1:])
 
 
 def hyper_read(
@@ -122,21 +149,25 @@ def hyper_read(
     gates H_pre, H_post, H_res -> (B,T,D), live streams with the next branch output still to be appended
     """
     weight, norm_eps = (None, 0.0) if norm is None else norm
-    arguments = HyperReadArguments(list(live.updates), live.coefficients, _flat(gates), weight, steps, eps, norm_eps)
+    updates, coefficients, carrier, carried = _checked(live)
+    gate_parameters = _flat(gates)
+    arguments = HyperReadArguments(
+        updates, coefficients, carrier, gate_parameters, weight, carried, steps, eps, norm_eps
+    )
     if dispatch.kind(checks.first("live.updates", live.updates)) == "reference":
         checks.hyper_read(arguments)
         return Equations.hyper_read(live, gates=gates, steps=steps, eps=eps, norm=norm)
-    h, next_coefficients = autograd.hyper_read(arguments)
-    return h, Live(live.updates, next_coefficients)
+    h, next_coefficients, *carriers = autograd.hyper_read(arguments)
+    return h, _live_after(live.updates, next_coefficients, carriers)
 
 
 def write(live: Live) -> Tensor:
     """The live streams P^j = Σ_k C_k^j u_k as a state. -> (J,B,T,D)"""
-    arguments = WriteArguments(list(live.updates), live.coefficients)
+    arguments = WriteArguments(*_checked(live))
     if dispatch.kind(checks.first("live.updates", live.updates)) == "reference":
         checks.write(arguments)
         return Equations.write(live)
-    return autograd.write(arguments)
+    return autograd.write(arguments)[0]
 
 
 def rms_norm(stream: Tensor, norm: Norm | None) -> Tensor:
@@ -148,7 +179,7 @@ def rms_norm(stream: Tensor, norm: Norm | None) -> Tensor:
         accumulated = reference.to_accumulation_dtype(stream.squeeze(0))
         return Equations.rms_norm(accumulated, norm).to(stream.dtype)
     unused = stream.new_empty(stream.shape[:-1], dtype=torch.float32)  # there is no live state to merge
-    return read(Prefix(stream, unused), None, query=None, route=Route((0,), (0,)), eps=0.0, norm=norm)
+    return read(Prefix(stream, unused), None, query=None, route=Route((0,), (0,)), eps=0.0, norm=norm)[0]
 
 
 @no_autocast
@@ -174,11 +205,29 @@ def _read_arguments(
     eps: float,
     norm: Norm | None,
 ) -> ReadArguments:
-    updates, coefficients = ([], None) if live is None else (list(live.updates), live.coefficients)
+    updates, coefficients, carrier, carried = ([], None, None, 0) if live is None else _checked(live)
     weight, norm_eps = (None, 0.0) if norm is None else norm
     query = None if live is None else query
-    key, value = list(route.key), list(route.value)
-    return ReadArguments(*prefix, updates, coefficients, query, _flat(gates), weight, key, value, eps, norm_eps)
+    key, value, rest = list(route.key), list(route.value), (carried, eps, norm_eps)
+    return ReadArguments(*prefix, updates, coefficients, carrier, query, _flat(gates), weight, key, value, *rest)
+
+
+def _checked(live: Live) -> tuple[list[Tensor], Tensor, Tensor | None, int]:
+    """The fields of `live` as operators take them: a carrier is for a gradient, and without it no term is carried."""
+    updates, coefficients, carrier, carried = live
+    if carrier is None or not carrier.requires_grad:
+        return list(updates), coefficients, None, 0
+    return list(updates), coefficients, carrier, carried
+
+
+def _after_read(prefix: Prefix, carriers: Sequence[Tensor]) -> Prefix:
+    """The prefix for the next read, which adds its gradient to the one of the read that returned these carriers."""
+    return Prefix(prefix.retrieved, prefix.log_partition, carriers[0]) if carriers else prefix
+
+
+def _live_after(updates: tuple[Tensor, ...], coefficients: Tensor, carriers: Sequence[Tensor]) -> Live:
+    """The live streams after a read of all updates; without updates there is nothing to carry."""
+    return Live(updates, coefficients, carriers[0], len(updates)) if carriers else Live(updates, coefficients)
 
 
 def _flat(gates: Sequence[GateLike]) -> list[Tensor]:

@@ -19,16 +19,24 @@ class Prefix(NamedTuple):
 
     retrieved: Tensor  # (O,B,T,D)
     log_partition: Tensor  # (O,B,T)
+    carrier: Tensor | None = None  # like `retrieved`, without storage: the last reader's, which passes its gradient on
 
 
 class Live(NamedTuple):
     """The live streams as a weighted sum of updates: P^j = Σ_k C_k^j u_k.
 
     Between a gated read and its write the coefficients are one column ahead of the updates.
+
+    Gradients form a chain instead of a fan. A fused read returns, beside its output, a carrier: a tensor with the shape
+    of the live streams and no storage, which stands for the sum of the terms known so far. The next read sends their
+    gradient back through it, in one tensor, instead of to every update and coefficient. Terms that follow, and all
+    terms without a carrier, get gradients of their own.
     """
 
     updates: tuple[Tensor, ...]  # K × (B,T,D)
     coefficients: Tensor  # (K,J,B,T), in the accumulation dtype
+    carrier: Tensor | None = None  # (J,B,T,D), takes the gradient of the first `carried` terms
+    carried: int = 0
 
 
 class GateLike(Protocol):
@@ -58,6 +66,7 @@ class Norm(NamedTuple):
 
 
 STREAMS = ("history", "retrieved", "updates")  # arguments in the dtype of the streams; all other tensors are float32
+CARRIERS = ("carrier", "retrieved_carrier")  # arguments in the dtype of the streams, of which kernels read nothing
 
 
 class PrefixArguments(NamedTuple):
@@ -87,13 +96,16 @@ class ReadArguments(NamedTuple):
 
     retrieved: Tensor  # (O,B,T,D)
     log_partition: Tensor  # (O,B,T)
+    retrieved_carrier: Tensor | None  # (O,B,T,D), takes the gradient of `retrieved` in its place
     updates: list[Tensor]  # K × (B,T,D)
     coefficients: Tensor | None  # (K,J,B,T)
+    carrier: Tensor | None  # (J,B,T,D), takes the gradient of the first `carried` terms of the live streams
     query: Tensor | None  # (O,D)
     gates: list[Tensor]  # weight, scale and bias of α, β and, with a live state, ρ; empty without gates
     norm: Tensor | None  # (D,), the weight of the branch's norm
     key: list[int]
     value: list[int]
+    carried: int
     eps: float
     norm_eps: float
 
@@ -103,8 +115,10 @@ class HyperReadArguments(NamedTuple):
 
     updates: list[Tensor]  # K × (B,T,D)
     coefficients: Tensor  # (K,J,B,T)
+    carrier: Tensor | None  # (J,B,T,D), takes the gradient of the first `carried` terms of the live streams
     gates: list[Tensor]  # weight, scale and bias of H_pre, H_post and H_res
     norm: Tensor | None  # (D,), the weight of the branch's norm
+    carried: int
     steps: int
     eps: float
     norm_eps: float
@@ -115,6 +129,8 @@ class WriteArguments(NamedTuple):
 
     updates: list[Tensor]  # K × (B,T,D)
     coefficients: Tensor  # (K,J,B,T)
+    carrier: Tensor | None  # (J,B,T,D), takes the gradient of the first `carried` terms of the live streams
+    carried: int
 
 
 class Result(NamedTuple):

@@ -1,20 +1,29 @@
-"""The fused operators as PyTorch operators: schema, shapes, gradient. `dispatch` picks the kernels that run them.
+"""The fused operators with their gradients. `dispatch` picks the kernels that run them.
 
 For the backward pass an operator saves its arguments (states, updates, parameters) and token-wise numbers, but no other
 tensor of a stream's size; the backward kernels recompute the rest. Parameters arrive in float32, streams in their
 storage dtype. Kernels fill in results and gradients that are allocated here, where their shapes are known.
+
+An operator is an `autograd.Function` in eager mode, which takes the least time around a kernel, and an operator
+registered with PyTorch where code is traced: by `torch.compile`, for shapes only, or under a dispatch mode.
+
+Besides its results an operator returns carriers (`arguments.Live`): tensors of one element, expanded to the shape of
+live streams, retrieved states or history states. The next operator sends the gradient of these back through them, so
+that it is summed by the kernels that read its rows anyway, and never by PyTorch.
 """
 # B batch  T tokens  D width  J stored streams  O output streams  R history  U query sets  K updates
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from dualres.ops import checks, dispatch
 from dualres.ops.arguments import (
+    CARRIERS,
     STREAMS,
     HyperReadArguments,
     PrefixArguments,
@@ -32,166 +41,345 @@ TYPES = {  # argument types and their names in a schema
     int: "int",
     float: "float",
 }
+MAX_ACCEPTED = 4096  # signatures that an operator remembers
+Gradients = Sequence[Tensor | None]  # of results and carriers; None if nothing depends on one
+
+
+class Layout(NamedTuple):
+    """Where the tensors of a bundle are in a flat list."""
+
+    bundle: Any  # the class
+    counts: list[int | None]  # by field: the length of a list of tensors, −1 for a single tensor, None for neither
+    others: list[Any]  # by field: what is not a tensor
 
 
 class Operator(ABC):
-    """A fused operator and its backward operator, registered with PyTorch.
+    """A fused operator and its backward operator.
 
-    The backward operator takes the gradients of the results, then the saved values. It returns the gradients of the
-    argument tensors in order, skipping constants. A kernel takes the arguments and the empty results; a backward kernel
-    takes what its operator takes, and the empty gradients, bundled like the arguments, with None for constants.
+    A kernel takes the arguments and the empty results. A backward kernel takes gradients of results and carriers, the
+    saved values, and the empty gradients, bundled like the arguments. The registered backward operator takes the same
+    without the last and returns the gradients in order.
     """
 
     name: str
     takes: Any  # the class of its arguments
     saves: Any  # the class of its saved values
-    returns: str
-    gradients: str  # of the results, as the backward operator takes them
+    gradients: str  # of results and carriers, as the backward operator takes them
 
     def __init__(self) -> None:
-        self.numbers = [name for name, kind in self.takes.__annotations__.items() if "Tensor" not in TYPES[kind]]
-        name, schema = f"{dispatch.NAMESPACE}::{self.name}", f"({_schema(self.takes)}) -> {self.returns}"
+        name, schema = f"{dispatch.NAMESPACE}::{self.name}", f"({_schema(self.takes)}) -> Tensor[]"
         backward_schema = f"({self.gradients}, {_schema(self.saves)}) -> Tensor[]"
         self.recorded: Any = torch.library.custom_op(name, self.run, mutates_args=(), schema=schema)
         self.backward: Any = torch.library.custom_op(
             f"{name}_backward", self.run_backward, mutates_args=(), schema=backward_schema
         )
-        self.recorded.register_fake(lambda *values: self._returned(self.empty_results(self.takes(*values))))
-        self.backward.register_fake(lambda *values: _flat(self.empty_gradients(*self._split(values))))
-        self.recorded.register_autograd(self._gradient, setup_context=self._save)
+        self.recorded.register_fake(lambda *values: self.empty_outputs(self.takes(*values)))
+        self.accepted: set[tuple[Any, ...]] = set()  # signatures of arguments that have passed all checks
+        self.backward.register_fake(lambda *values: _tensors(self.checked_gradients(*self._split(values))))
+        self.recorded.register_autograd(_recorded_gradient, setup_context=self._save)
 
-    def __call__(self, arguments: Any) -> Any:
-        """Take any layout and parameter dtype. Without a gradient or a graph to record, run the kernel directly."""
-        recorded = torch.is_grad_enabled() or torch.compiler.is_compiling() or type(_first(arguments)) is not Tensor
-        return (self.recorded if recorded else self.run)(*_map_tensors(_for_kernel, arguments))
+    def __call__(self, arguments: Any) -> Sequence[Tensor]:
+        """The results, then the carriers if a gradient may follow. Takes any layout and parameter dtype."""
+        tensors = _tensors(arguments)
+        if dispatch.traced(tensors):
+            return self.recorded(*_for_kernel(arguments))
+        signature = _signature(arguments)
+        if signature not in self.accepted:
+            arguments = _for_kernel(arguments)
+            tensors, signature = _tensors(arguments), _signature(arguments)
+            self.check_all(arguments)
+            if len(self.accepted) == MAX_ACCEPTED:
+                self.accepted.clear()
+            self.accepted.add(signature)
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+            return Fused.apply(self, arguments, *tensors)
+        return self.compute(arguments)
+
+    @abstractmethod
+    def check(self, arguments: Any) -> None:
+        """Check shapes and devices."""
 
     @abstractmethod
     def results(self, arguments: Any) -> list[Result]:
-        """Check the arguments; return what the operator returns for them."""
+        """What the operator returns for these arguments."""
 
-    def saved(self, arguments: Any, output: Any) -> Any:
-        """What the backward operator needs besides gradients: by default, the arguments."""
-        return arguments
+    @abstractmethod
+    def carriers(self, arguments: Any) -> list[Result]:
+        """The carriers that it returns after its results."""
 
-    def incoming(self, saved: Any, gradients: Any) -> Sequence[Any]:
-        """The gradients as the backward operator takes them, from those of all results."""
-        return [gradient.contiguous() for gradient in gradients]
+    def saved(self, arguments: Any, results: Sequence[Tensor]) -> Any:
+        """What the backward kernel needs besides gradients."""
+        return arguments._replace(carrier=None)
 
-    def arguments(self, saved: Any, gradients: Sequence[Any]) -> Any:
-        """The operator's arguments that may have a gradient, or tensors like them."""
-        return saved
+    def incoming(self, saved: Any, gradients: Gradients) -> Sequence[Any]:
+        """The gradients as the backward kernel takes them: of results, with zeros for None, and of carriers."""
+        results = self.results(saved)
+        return *map(_given, gradients, results), *map(_contiguous, gradients[len(results) :])
 
-    def constants(self, saved: Any) -> Sequence[str]:
-        """The tensors among the arguments that have no gradient."""
-        return ()
+    @abstractmethod
+    def outgoing(self, saved: Any, incoming: Sequence[Any]) -> Any:
+        """What the backward kernel computes, bundled like the arguments: a `Result`, a list of them, or None."""
 
-    def check_backward(self, saved: Any, gradients: Sequence[Any]) -> None:
-        """Check what the backward operator takes: valid arguments, and gradients like the results."""
-        checks.like_results("d_", gradients, self.results(self.arguments(saved, gradients)))
+    def by_argument(self, layout: Layout, saved: Any, incoming: Sequence[Any], gradients: Any) -> Any:
+        """The gradient of every argument, from those that the kernel has filled in."""
+        return gradients._replace(updates=[None] * saved.carried + gradients.updates)
 
-    def run(self, *values: Any) -> Any:
-        """Check the arguments and call the kernel, which records no gradient."""
-        arguments = self.takes(*values)
+    def check_backward(self, saved: Any, incoming: Sequence[Any]) -> None:
+        """Check what the backward operator takes: valid arguments, and gradients like the results and carriers."""
+        self.check_all(saved)
+        checks.like_results("d_", incoming, [*self.results(saved), *self.carriers(saved)])
+
+    def check_all(self, arguments: Any) -> None:
+        """Check shapes, devices, dtypes and layout."""
+        self.check(arguments)
+        checks.kernel_inputs(arguments)
+
+    def compute(self, arguments: Any) -> list[Tensor]:
+        """Call the kernel."""
         results = self.empty_results(arguments)
         getattr(dispatch.kernels(_first(arguments)), self.name)(arguments, results)
-        return self._returned(results)
+        return results
+
+    def compute_backward(self, incoming: Sequence[Any], saved: Any, gradients: Any) -> None:
+        """Call the backward kernel."""
+        getattr(dispatch.kernels(_first(incoming)), f"{self.name}_backward")(*incoming, saved, gradients)
+
+    def run(self, *values: Any) -> list[Tensor]:
+        """The registered operator."""
+        arguments = self.takes(*values)
+        self.check_all(arguments)
+        return self.compute(arguments) + self.empty_carriers(arguments)
 
     def run_backward(self, *values: Any) -> list[Tensor]:
-        """Check the arguments and call the backward kernel."""
+        """The registered backward operator."""
         saved, incoming = self._split(values)
-        gradients = self.empty_gradients(saved, incoming)
-        getattr(dispatch.kernels(_first(incoming)), f"{self.name}_backward")(*incoming, saved, gradients)
-        return _flat(gradients)
+        gradients = self.checked_gradients(saved, incoming)
+        self.compute_backward(incoming, saved, gradients)
+        return _tensors(gradients)
 
     def empty_results(self, arguments: Any) -> list[Tensor]:
-        """Check the arguments; return tensors for a kernel to fill in."""
-        return [result.like.new_empty(result.shape) for result in self.results(arguments)]
+        """Tensors for a kernel to fill in."""
+        return [_empty(result) for result in self.results(arguments)]
+
+    def empty_carriers(self, arguments: Any) -> list[Tensor]:
+        """Tensors of one element with any shape; not views, about whose use FSDP2 would warn."""
+        return [like.new_zeros(1).as_strided_(shape, (0,) * len(shape)) for _, shape, like in self.carriers(arguments)]
+
+    def empty_outputs(self, arguments: Any) -> list[Tensor]:
+        """Check the arguments; return everything that the operator returns, with nothing in it."""
+        self.check_all(arguments)
+        return self.empty_results(arguments) + self.empty_carriers(arguments)
 
     def empty_gradients(self, saved: Any, incoming: Sequence[Any]) -> Any:
-        """Check what the backward operator takes; return tensors for a backward kernel to fill in."""
+        """Tensors for a backward kernel to fill in."""
+        return _mapped(_empty, self.outgoing(saved, incoming))
+
+    def checked_gradients(self, saved: Any, incoming: Sequence[Any]) -> Any:
         self.check_backward(saved, incoming)
-        return _map_tensors(
-            lambda _, like: None if like is None else like.new_empty(like.shape), self._likes(saved, incoming)
-        )
+        return self.empty_gradients(saved, incoming)
 
     def _split(self, values: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
         """The saved values, and the gradients, which the backward operator takes first."""
         count = len(values) - len(self.saves._fields)
         return self.saves(*values[count:]), values[:count]
 
-    def _returned(self, results: list[Tensor]) -> Any:
-        """The results as the schema has them."""
-        return results if self.returns == "Tensor[]" else results[0] if self.returns == "Tensor" else tuple(results)
+    def _save(self, ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+        _save(ctx, self, self.takes(*inputs), output)
 
-    def _likes(self, saved: Any, incoming: Sequence[Any]) -> Any:
-        """For each argument a tensor like its gradient, a list of them, or None without a gradient."""
-        arguments, without = self.arguments(saved, incoming), (*self.numbers, *self.constants(saved))
-        return self.takes(*(None if name in without else getattr(arguments, name) for name in self.takes._fields))
 
-    def _save(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        tensors: list[Tensor | None] = []
-        ctx.others = _map_tensors(lambda _, tensor: tensors.append(tensor), self.saved(self.takes(*inputs), output))
-        ctx.save_for_backward(*tensors)
+class Fused(torch.autograd.Function):
+    """An operator in eager mode. Its tensors are passed twice: bundled, and flat for autograd to see."""
 
-    def _gradient(self, ctx: Any, *gradients: Any) -> tuple[Any, ...]:
-        tensors = iter(ctx.saved_tensors)
-        saved = _map_tensors(lambda *_: next(tensors), ctx.others)
-        incoming = self.incoming(saved, gradients)
-        outgoing = iter(self.backward(*incoming, *saved))
-        likes = self._likes(saved, incoming)
-        return tuple(_map_tensors(lambda _, like: None if like is None else next(outgoing), likes))
+    @staticmethod
+    def forward(ctx: Any, operator: Operator, arguments: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        results = operator.compute(arguments)
+        _save(ctx, operator, arguments, results)
+        return (*results, *operator.empty_carriers(arguments))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        operator: Operator = ctx.operator
+        saved = _unpacked(ctx.saved_tensors, ctx.saved_layout)
+        incoming = operator.incoming(saved, gradients)
+        filled = operator.empty_gradients(saved, incoming)
+        operator.compute_backward(incoming, saved, filled)
+        found = operator.by_argument(ctx.layout, saved, incoming, filled)
+        return None, None, *_laid_out(found, ctx.layout)
+
+
+def _recorded_gradient(ctx: Any, gradients: Gradients) -> tuple[Any, ...]:
+    operator: Operator = ctx.operator
+    saved = _unpacked(ctx.saved_tensors, ctx.saved_layout)
+    incoming = operator.incoming(saved, gradients)
+    flat = iter(operator.backward(*incoming, *saved))
+    filled = _mapped(lambda _: next(flat), operator.outgoing(saved, incoming))
+    found = operator.by_argument(ctx.layout, saved, incoming, filled)
+    return tuple(_unpacked(_laid_out(found, ctx.layout), ctx.layout))
+
+
+def _pack(bundle: Any) -> tuple[list[Tensor], Layout]:
+    tensors: list[Tensor] = []
+    counts: list[int | None] = []
+    others = []
+    for value in bundle:
+        single, several = isinstance(value, Tensor), _lists_tensors(value)
+        tensors += [value] if single else value if several else []
+        counts.append(-1 if single else len(value) if several else None)
+        others.append(None if single or several else value)
+    return tensors, Layout(type(bundle), counts, others)
+
+
+def _unpacked(tensors: Sequence[Any], layout: Layout) -> Any:
+    rest = iter(tensors)
+    values = [
+        other if count is None else next(rest) if count < 0 else [next(rest) for _ in range(count)]
+        for count, other in zip(layout.counts, layout.others, strict=True)
+    ]
+    return layout.bundle(*values)
+
+
+def _laid_out(gradients: Any, layout: Layout) -> list[Tensor | None]:
+    """The gradients of the tensors of a bundle with this layout, flat, with None where there is none."""
+    flat: list[Tensor | None] = []
+    for gradient, count in zip(gradients, layout.counts, strict=True):
+        if count is not None:
+            flat += [gradient] if count < 0 else [None] * count if gradient is None else gradient
+    return flat
+
+
+def _save(ctx: Any, operator: Operator, arguments: Any, results: Sequence[Tensor]) -> None:
+    """Save what the backward pass needs in a context of autograd."""
+    tensors, ctx.saved_layout = _pack(operator.saved(arguments, results))
+    ctx.save_for_backward(*tensors)
+    ctx.set_materialize_grads(False)
+    layout = _pack(arguments)[1]
+    without: list[Any] = [[] if value == [] else None for value in layout.others]  # gradients of what is no tensor
+    ctx.operator, ctx.layout = operator, layout._replace(others=without)
 
 
 def _schema(arguments: Any) -> str:
     return ", ".join(f"{TYPES[kind]} {name}" for name, kind in arguments.__annotations__.items())
 
 
-def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
+def _lists_tensors(value: Any) -> bool:
+    return isinstance(value, list) and len(value) > 0 and isinstance(value[0], Tensor)
 
 
 def _first(values: Sequence[Any]) -> Tensor:
-    return _listed(values[0])[0]
+    first = values[0]
+    return first[0] if isinstance(first, list) else first
 
 
-def _flat(gradients: Any) -> list[Tensor]:
+def _tensors(bundle: Any) -> list[Tensor]:
     """The tensors of a bundle, in order."""
-    return [tensor for value in gradients for tensor in _listed(value) if tensor is not None]
+    flat: list[Tensor] = []
+    for value in bundle:
+        if isinstance(value, Tensor):
+            flat.append(value)
+        elif _lists_tensors(value):
+            flat += value
+    return flat
 
 
-def _map_tensors(function: Callable[[str, Any], Any], arguments: Any) -> Any:
-    """`arguments` with function(name, tensor) in place of each tensor, and of each None for an absent tensor."""
-    pairs = zip(arguments._fields, arguments, strict=True)
-    return type(arguments)(*(_mapped(function, name, value) for name, value in pairs))
+def _signature(bundle: Any) -> tuple[Any, ...]:
+    """All that checks depend on: of each tensor its shape, dtype, device and contiguity, and every other value."""
+    parts: list[Any] = []
+    for value in bundle:
+        if isinstance(value, Tensor):
+            parts += (value.shape, value.dtype, value.device, value.is_contiguous())
+        elif _lists_tensors(value):
+            parts.append(len(value))
+            for tensor in value:
+                parts += (tensor.shape, tensor.dtype, tensor.device, tensor.is_contiguous())
+        else:
+            parts.append(tuple(value) if isinstance(value, list) else value)
+    return tuple(parts)
 
 
-def _mapped(function: Callable[[str, Any], Any], name: str, value: Any) -> Any:
-    # A function of its own, not a closure: one that calls itself is a cycle, and keeps its tensors until the next GC.
-    if isinstance(value, list):
-        return [_mapped(function, name, one) for one in value]
-    return function(name, value) if value is None or isinstance(value, Tensor) else value
+def _mapped(function: Callable[[Result], Any], outgoing: Any) -> Any:
+    """`outgoing` with function(result) in place of each result."""
+    values = [
+        None if value is None else [function(one) for one in value] if type(value) is list else function(value)
+        for value in outgoing
+    ]
+    return type(outgoing)(*values)
 
 
-def _for_kernel(name: str, tensor: Tensor | None) -> Tensor | None:
-    """Make streams contiguous, and everything else float32 and contiguous."""
-    if tensor is None or name in STREAMS or tensor.dtype is torch.float32:
-        return tensor if tensor is None or tensor.is_contiguous() else tensor.contiguous()
-    return tensor.to(torch.float32).contiguous()
+def _empty(result: Result) -> Tensor:
+    return result.like.new_empty(result.shape)
+
+
+def _like(name: str, tensor: Tensor) -> Result:
+    return Result(name, tensor.shape, tensor)
+
+
+def _likes(bundle: Any) -> Any:
+    """For every tensor of a bundle a `Result` like it; None for what is no tensor."""
+    pairs = zip(bundle._fields, bundle, strict=True)
+    return type(bundle)(
+        *(
+            _like(name, value)
+            if isinstance(value, Tensor)
+            else [_like(name, tensor) for tensor in value]
+            if _lists_tensors(value)
+            else []
+            if value == []
+            else None
+            for name, value in pairs
+        )
+    )
+
+
+def _for_kernel(arguments: Any) -> Any:
+    """Make streams contiguous, and everything else float32 and contiguous; carriers stay as they are."""
+    values = []
+    for name, value in zip(arguments._fields, arguments, strict=True):
+        if name not in CARRIERS:
+            if isinstance(value, Tensor):
+                value = _ready(name, value)
+            elif _lists_tensors(value):
+                value = [_ready(name, tensor) for tensor in value]
+        values.append(value)
+    return type(arguments)(*values)
+
+
+def _ready(name: str, tensor: Tensor) -> Tensor:
+    if name not in STREAMS and tensor.dtype is not torch.float32:
+        tensor = tensor.to(torch.float32)
+    return tensor if tensor.is_contiguous() else tensor.contiguous()
+
+
+def _contiguous(gradient: Tensor | None) -> Tensor | None:
+    return gradient if gradient is None or gradient.is_contiguous() else gradient.contiguous()
+
+
+def _given(gradient: Tensor | None, result: Result) -> Tensor:
+    """The gradient of a result, zeros if nothing depends on it."""
+    return result.like.new_zeros(result.shape) if gradient is None else gradient.contiguous()
+
+
+def _live(coefficients: Tensor, like: Tensor) -> Result:
+    """A carrier of the live streams, or its gradient; `like` has the width D."""
+    _, streams, *tokens = coefficients.shape
+    return Result("live", (streams, *tokens, like.shape[-1]), like)
 
 
 class PrefixOperator(Operator):
     """`reference.prefix`, and what its backward pass needs.
 
-    -> retrieved U × (O,B,T,D), log-partition U × (O,B,T), logits (R,U,O,B,T), inverse norms (R,J,B,T)
+    -> retrieved U × (O,B,T,D), log-partition U × (O,B,T), logits (R,U,O,B,T), inverse norms (R,J,B,T);
+    carriers of the history R × (J,B,T,D)
     """
 
     name, takes, saves = "prefix", PrefixArguments, SavedPrefix
-    returns, gradients = "Tensor[]", "Tensor[] d_retrieved, Tensor[] d_log_partition"
+    gradients = "Tensor[] d_retrieved, Tensor[] d_log_partition, Tensor[] d_carried"
+
+    def check(self, arguments: PrefixArguments | SavedPrefix) -> None:
+        checks.prefix(arguments.history, arguments.queries, arguments.key, arguments.value)
 
     def results(self, arguments: PrefixArguments | SavedPrefix) -> list[Result]:
         history, queries = arguments.history, arguments.queries
-        checks.prefix(history, queries, arguments.key, arguments.value)
-        checks.kernel_inputs(arguments)
         state, (sets, outputs, width) = history[0], queries.shape
         streams, *tokens, _ = state.shape
         return [
@@ -201,81 +389,158 @@ class PrefixOperator(Operator):
             Result("norms", (len(history), streams, *tokens), queries),
         ]
 
-    def saved(self, arguments: PrefixArguments, output: list[Tensor]) -> SavedPrefix:
+    def carriers(self, arguments: PrefixArguments | SavedPrefix) -> list[Result]:
+        return [_like("carried", state) for state in arguments.history]
+
+    def saved(self, arguments: PrefixArguments, results: Sequence[Tensor]) -> SavedPrefix:
         history, queries, key, value, _ = arguments
-        *_, logits, norms = output
-        return SavedPrefix(history, queries, output[len(queries) : -2], logits, norms, key, value)
+        sets = len(queries)
+        partition, (logits, norms) = list(results[sets : 2 * sets]), results[2 * sets : 2 * sets + 2]
+        return SavedPrefix(history, queries, partition, logits, norms, key, value)
 
-    def incoming(self, saved: SavedPrefix, gradients: Any) -> Sequence[Any]:
-        gradients, sets = super().incoming(saved, gradients[0]), len(saved.queries)
-        return gradients[:sets], gradients[sets : 2 * sets]
+    def incoming(self, saved: SavedPrefix, gradients: Gradients) -> Sequence[Any]:
+        sets = len(saved.queries)
+        given, carried = list(map(_given, gradients[: 2 * sets], self.results(saved))), gradients[2 * sets + 2 :]
+        used = any(gradient is not None for gradient in carried)
+        return given[:sets], given[sets:], list(map(_given, carried, self.carriers(saved))) if used else []
 
-    def check_backward(self, saved: SavedPrefix, gradients: Sequence[Any]) -> None:
-        results, sets = self.results(saved), len(saved.queries)
-        checks.like_results("d_", [*gradients[0], *gradients[1]], results[: 2 * sets])
+    def outgoing(self, saved: SavedPrefix, incoming: Sequence[Any]) -> PrefixArguments:
+        return _likes(PrefixArguments(saved.history, saved.queries, saved.key, saved.value, 0.0))
+
+    def by_argument(self, layout: Layout, saved: SavedPrefix, incoming: Sequence[Any], gradients: Any) -> Any:
+        return gradients
+
+    def check_backward(self, saved: SavedPrefix, incoming: Sequence[Any]) -> None:
+        self.check_all(saved)
+        (d_retrieved, d_partition, d_carried), results, sets = incoming, self.results(saved), len(saved.queries)
+        checks.like_results("d_", [*d_retrieved, *d_partition], results[: 2 * sets])
         checks.like_results("", [*saved.log_partition, saved.logits, saved.norms], results[sets:])
+        if d_carried:
+            checks.like_results("d_", d_carried, self.carriers(saved))
 
 
 class ReadOperator(Operator):
     """`reference.gated_read`, or `reference.read` without gates, which returns no coefficients.
 
-    -> (B,T,D), (K+1,2,B,T) or (0,)
+    -> (B,T,D), (K+1,2,B,T) or (0,); carriers of the retrieved states (O,B,T,D) and of the live streams, if there are
+    any, after the read (J,B,T,D)
     """
 
     name, takes, saves = "read", ReadArguments, ReadArguments
-    returns, gradients = "(Tensor, Tensor)", "Tensor d_h, Tensor d_next_coefficients"
+    gradients = "Tensor d_h, Tensor d_next_coefficients, Tensor? d_live, Tensor? d_retrieved"
+
+    def check(self, arguments: ReadArguments) -> None:
+        checks.read(arguments)
 
     def results(self, arguments: ReadArguments) -> list[Result]:
-        checks.read(arguments)
-        checks.kernel_inputs(arguments)
         shape = (len(arguments.updates) + 1, *arguments.log_partition.shape) if arguments.gates else (0,)
         return [
             Result("h", arguments.retrieved.shape[1:], arguments.retrieved),
             Result("next_coefficients", shape, arguments.log_partition),
         ]
 
-    def constants(self, saved: ReadArguments) -> Sequence[str]:
-        return (*(() if saved.updates else ("log_partition",)), *(() if saved.gates else ("coefficients",)))
+    def carriers(self, arguments: ReadArguments) -> list[Result]:
+        live = [] if arguments.coefficients is None else [_live(arguments.coefficients, arguments.retrieved)]
+        return [_like("retrieved", arguments.retrieved), *live]
+
+    def saved(self, arguments: ReadArguments, results: Sequence[Tensor]) -> ReadArguments:
+        return arguments._replace(carrier=None, retrieved_carrier=None)
+
+    def incoming(self, saved: ReadArguments, gradients: Gradients) -> Sequence[Any]:
+        d_h, d_next, d_retrieved, *d_live = super().incoming(saved, gradients)
+        return d_h, d_next, d_live[0] if d_live else None, d_retrieved
+
+    def outgoing(self, saved: ReadArguments, incoming: Sequence[Any]) -> ReadArguments:
+        likes = _likes(saved)
+        return likes._replace(
+            log_partition=likes.log_partition if saved.updates else None,
+            updates=likes.updates[saved.carried :],
+            coefficients=likes.coefficients if saved.gates else None,
+            carrier=self.carriers(saved)[1] if saved.carried else None,
+        )
+
+    def by_argument(self, layout: Layout, saved: ReadArguments, incoming: Sequence[Any], gradients: Any) -> Any:
+        gradients = super().by_argument(layout, saved, incoming, gradients)
+        if layout.counts[ReadArguments._fields.index("retrieved_carrier")] is None:
+            return gradients
+        return gradients._replace(retrieved=None, retrieved_carrier=gradients.retrieved)
+
+    def check_backward(self, saved: ReadArguments, incoming: Sequence[Any]) -> None:
+        d_h, d_next, d_live, d_retrieved = incoming
+        live = [] if d_live is None and not saved.updates else [d_live]
+        super().check_backward(saved, [d_h, d_next, d_retrieved, *live])
 
 
 class HyperReadOperator(Operator):
-    """`reference.hyper_read`. -> (B,T,D), (K+1,J,B,T)"""
+    """`reference.hyper_read`. -> (B,T,D), (K+1,J,B,T); a carrier of the live streams after the read (J,B,T,D)"""
 
     name, takes, saves = "hyper_read", HyperReadArguments, HyperReadArguments
-    returns, gradients = "(Tensor, Tensor)", "Tensor d_h, Tensor d_next_coefficients"
+    gradients = "Tensor d_h, Tensor d_next_coefficients, Tensor? d_live"
+
+    def check(self, arguments: HyperReadArguments) -> None:
+        checks.hyper_read(arguments)
 
     def results(self, arguments: HyperReadArguments) -> list[Result]:
-        checks.hyper_read(arguments)
-        checks.kernel_inputs(arguments)
         update, coefficients = arguments.updates[0], arguments.coefficients
         shape = (len(arguments.updates) + 1, *coefficients.shape[1:])
         return [Result("h", update.shape, update), Result("next_coefficients", shape, coefficients)]
+
+    def carriers(self, arguments: HyperReadArguments) -> list[Result]:
+        return [_live(arguments.coefficients, arguments.updates[0])]
+
+    def outgoing(self, saved: HyperReadArguments, incoming: Sequence[Any]) -> HyperReadArguments:
+        likes, carrier = _likes(saved), self.carriers(saved)[0] if saved.carried else None
+        return likes._replace(updates=likes.updates[saved.carried :], carrier=carrier)
 
 
 class WriteOperator(Operator):
     """`reference.write`. -> (J,B,T,D)"""
 
     name, takes, saves = "write", WriteArguments, WriteArguments
-    returns, gradients = "Tensor", "Tensor d_live"
+    gradients = "Tensor d_live"
+
+    def check(self, arguments: WriteArguments) -> None:
+        checks.write(arguments)
 
     def results(self, arguments: WriteArguments) -> list[Result]:
-        checks.write(arguments)
-        checks.kernel_inputs(arguments)
         update = arguments.updates[0]
         return [Result("live", (arguments.coefficients.shape[1], *update.shape), update)]
 
-    def saved(self, arguments: WriteArguments, output: Tensor) -> WriteArguments:
-        """The updates are saved only for the gradient of the coefficients."""
-        return arguments if arguments.coefficients.requires_grad else arguments._replace(updates=[])
+    def carriers(self, arguments: WriteArguments) -> list[Result]:
+        return []
 
-    def arguments(self, saved: WriteArguments, gradients: Sequence[Any]) -> WriteArguments:
-        if saved.updates:
-            return saved
-        checks.streams("d_live", gradients, 2)
-        return saved._replace(updates=[gradients[0][0]] * saved.coefficients.shape[0])
+    def saved(self, arguments: WriteArguments, results: Sequence[Tensor]) -> WriteArguments:
+        """The updates with a gradient of their own are saved for that of their coefficients."""
+        fresh = arguments.updates[arguments.carried :] if arguments.coefficients.requires_grad else []
+        return arguments._replace(updates=fresh, carrier=None)
 
-    def constants(self, saved: WriteArguments) -> Sequence[str]:
-        return () if saved.updates else ("coefficients",)
+    def incoming(self, saved: WriteArguments, gradients: Gradients) -> Sequence[Any]:
+        assert gradients[0] is not None, "the only result has a gradient, or none is asked for"
+        return (gradients[0].contiguous(),)
+
+    def outgoing(self, saved: WriteArguments, incoming: Sequence[Any]) -> WriteArguments:
+        fresh = len(saved.coefficients) - saved.carried
+        learned = _like("coefficients", saved.coefficients) if saved.updates else None
+        outgoing: Any = ([_like("updates", incoming[0][0])] * fresh, learned, None, None)
+        return WriteArguments(*outgoing)
+
+    def by_argument(self, layout: Layout, saved: WriteArguments, incoming: Sequence[Any], gradients: Any) -> Any:
+        """The sum of the first terms, which the carrier stands for, has the gradient of the result itself."""
+        return super().by_argument(layout, saved, incoming, gradients._replace(carrier=incoming[0]))
+
+    def check_backward(self, saved: WriteArguments, incoming: Sequence[Any]) -> None:
+        (d_live,) = incoming
+        checks.streams("d_live", [d_live], 2)
+        fresh = len(saved.coefficients) - saved.carried if saved.coefficients.ndim else 0
+        if fresh < 0 or saved.carried < 0 or (saved.updates and len(saved.updates) != fresh):
+            raise ValueError(
+                f"{len(saved.updates)} updates and carried={saved.carried} do not fit coefficients of shape "
+                f"{tuple(saved.coefficients.shape)}: there must be one for each that is not carried, or none"
+            )
+        rows = [d_live[0]] * saved.carried + (saved.updates or [d_live[0]] * fresh)
+        whole = WriteArguments(rows, saved.coefficients, None, 0)
+        self.check_all(whole)
+        checks.like_results("d_", incoming, self.results(whole))
 
 
 prefix, read, hyper_read, write = PrefixOperator(), ReadOperator(), HyperReadOperator(), WriteOperator()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dualres.ops.arguments import STREAMS, HyperReadArguments, ReadArguments, Result, WriteArguments
+from dualres.ops.arguments import CARRIERS, STREAMS, HyperReadArguments, ReadArguments, Result, WriteArguments
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # stream dtypes of the kernels
 MAX_STREAMS = 2  # streams of a read
@@ -21,6 +21,8 @@ MAX_STREAMS = 2  # streams of a read
 def kernel_inputs(arguments: Any) -> None:
     """Check that streams have a dtype of the kernels, everything else is float32, and all are contiguous."""
     for name, value in zip(arguments._fields, arguments, strict=True):
+        if name in CARRIERS:
+            continue
         dtypes = DTYPES if name in STREAMS else (torch.float32,)
         for tensor in value if isinstance(value, list) else [value]:
             if isinstance(tensor, Tensor) and (tensor.dtype not in dtypes or not tensor.is_contiguous()):
@@ -30,11 +32,16 @@ def kernel_inputs(arguments: Any) -> None:
                 )
 
 
-def like_results(role: str, tensors: Sequence[Tensor], results: Sequence[Result]) -> None:
-    """Check gradients of an operator's results, or the results: their shapes, dtypes, device and contiguity."""
+def like_results(role: str, tensors: Sequence[Tensor | None], results: Sequence[Result]) -> None:
+    """Check gradients of an operator's results, or the results: their shapes, dtypes, device and contiguity.
+
+    A gradient that is None is not checked.
+    """
     if len(tensors) != len(results):
         raise ValueError(f"{role}{results[0].name} …: expected {len(results)} tensors, got {len(tensors)}")
     for tensor, (name, shape, like) in zip(tensors, results, strict=True):
+        if tensor is None:
+            continue
         _has_shape(role + name, tensor, shape, like)
         if tensor.dtype is not like.dtype or not tensor.is_contiguous():
             raise ValueError(
@@ -79,11 +86,13 @@ def read(arguments: ReadArguments) -> None:
     if live:
         if arguments.coefficients is None or arguments.query is None:
             raise ValueError("a read with a live state needs the coefficients of its updates, and queries")
-        write(WriteArguments(arguments.updates, arguments.coefficients))
+        write(WriteArguments(arguments.updates, arguments.coefficients, arguments.carrier, arguments.carried))
         stored = arguments.coefficients.shape[1]
         _same_kind("retrieved state and updates", (retrieved[0], arguments.updates[0]))
-    elif arguments.coefficients is not None or arguments.query is not None:
-        raise ValueError("a read without updates takes neither coefficients nor queries")
+    elif arguments.coefficients is not None or arguments.query is not None or arguments.carried:
+        raise ValueError("a read without updates takes neither coefficients nor queries nor carriers of them")
+    if arguments.retrieved_carrier is not None:
+        _same_kind("retrieved states and their carrier", (retrieved, arguments.retrieved_carrier))
     _route(arguments.key, arguments.value, stored)
     if len(arguments.key) != outputs:
         raise ValueError(f"the route has {len(arguments.key)} output streams, but {outputs} are retrieved")
@@ -99,7 +108,7 @@ def read(arguments: ReadArguments) -> None:
 
 
 def hyper_read(arguments: HyperReadArguments) -> None:
-    write(WriteArguments(arguments.updates, arguments.coefficients))
+    write(WriteArguments(arguments.updates, arguments.coefficients, arguments.carrier, arguments.carried))
     update, streams = arguments.updates[0], arguments.coefficients.shape[1]
     _gates(arguments.gates, (streams, streams, streams * streams), streams, update)
     _norm(arguments.norm, update)
@@ -116,6 +125,14 @@ def write(arguments: WriteArguments) -> None:
             f"{tuple(update.shape)}: they must be (updates, streams, *tokens)"
         )
     _has_shape("coefficients", coefficients, coefficients.shape, update)
+    if not 0 <= arguments.carried <= count:
+        raise ValueError(f"carried={arguments.carried}: a carrier stands for the first of {count} updates, or for none")
+    carrier = arguments.carrier
+    if carrier is not None and (carrier.shape != (stored, *update.shape) or carrier.dtype != update.dtype):
+        raise ValueError(
+            f"a carrier of shape {tuple(carrier.shape)}, {carrier.dtype}, does not fit {stored} live streams of shape "
+            f"{tuple(update.shape)}, {update.dtype}"
+        )
 
 
 def rms_norm(stream: Tensor, weight: Tensor) -> None:

@@ -9,12 +9,13 @@ import importlib
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.nn import Parameter
 
 from dualres.ops import checks
 from dualres.util.optional_dependencies import available, install
@@ -87,6 +88,16 @@ def transformed() -> bool:
     if torch.compiler.is_compiling():
         return False
     return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+
+
+def traced(tensors: Sequence[Tensor]) -> bool:
+    """Whether PyTorch must see the operator: in a graph, under a dispatch mode, or with a tensor of a subclass.
+
+    A collective that is still under way returns such a tensor.
+    """
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+        return True
+    return not all(type(tensor) in (Tensor, Parameter) for tensor in tensors)
 
 
 @contextlib.contextmanager

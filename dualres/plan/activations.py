@@ -226,10 +226,10 @@ def _watched(decoder: Decoder, live: LiveBytes) -> Iterator[dict[nn.Module, Bloc
         calls[module] = BlockCall(shapes, context, Memory(**live.by_tag()))
         live.tag = "live_streams"
 
-    def on_block_end(module: nn.Module, history: Any, out: Tensor) -> None:
+    def on_block_end(module: nn.Module, history: Any, out: Any) -> None:
         live.tag = "activations"
         if module is not readout:
-            live.retag(out, states)
+            live.retag(out[0], states)
 
     def on_branch_start(module: nn.Module, args: tuple[Tensor, ...]) -> None:
         live.tag = "activations"
@@ -262,7 +262,7 @@ def _backward_work(block: ResidualBlock, call: BlockCall, autocast: torch.autoca
             older.append(parameter.grad)
     with LiveBytes(older) as live:
         with autocast:
-            out = block(*states, **call.context)
+            out, *_ = block(*states, **call.context)
         kept = live.now - out.nbytes
         for state in states:  # gradients from later blocks and the readout
             state.grad = torch.zeros_like(state)

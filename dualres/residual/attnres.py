@@ -27,9 +27,10 @@ class AttnRes(RetrievalPathway):
     def read(self, state: RetrievalState, i: int, norm: Norm | None = None) -> tuple[Tensor, RetrievalState]:
         """h_l = Σ_r π_{r→l} v_r: phase 2 merges the history with the live state, if there is one."""
         live = state.live and shortened(state.live)
-        prefix, query = state.prefixes[self.set_of_branch[i]], self.query(i) if live else None
-        h = ops.read(prefix, live, query=query, route=self.route, eps=self.eps, norm=norm)
-        return h, state._replace(live=live)
+        u = self.set_of_branch[i]
+        prefix, query = state.prefixes[u], state.queries[u]
+        h, prefix, live = ops.read(prefix, live, query=query, route=self.route, eps=self.eps, norm=norm)
+        return h, state.after_read(u, prefix, live)
 
     def write(self, state: RetrievalState, i: int, update: Tensor) -> RetrievalState:
         """P^i = P^{i−1} + u"""

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from dualres import ops
 from dualres.ops import Live, Norm, Route
 from dualres.residual.gate import Gate
-from dualres.residual.live import shortened
+from dualres.residual.live import appended, shortened
 from dualres.residual.pathway import Place
 from dualres.residual.retrieval import RetrievalOptions, RetrievalPathway, RetrievalState
 from dualres.residual.route import DUAL
@@ -49,18 +49,17 @@ class Dual(RetrievalPathway):
     def read(self, state: RetrievalState, i: int, norm: Norm | None = None) -> tuple[Tensor, RetrievalState]:
         """Merge history and live state, h = α⁰h⁰ + α¹h¹; β and M(ρ) wait in the coefficients until the write."""
         u, live = self.set_of_branch[i], state.live and shortened(state.live)
-        gates, query = cast(GateSet, self.gates[u]), self.query(i) if live else None
+        gates = cast(GateSet, self.gates[u])
         active = (gates.alpha, gates.beta, cast(Gate, gates.rho)) if live else (gates.alpha, gates.beta)
-        h, next_live = ops.gated_read(
-            state.prefixes[u], live, query=query, gates=active, route=self.route, eps=self.eps, norm=norm
+        h, prefix, next_live = ops.gated_read(
+            state.prefixes[u], live, query=state.queries[u], gates=active, route=self.route, eps=self.eps, norm=norm
         )
-        return h, state._replace(live=next_live)
+        return h, state.after_read(u, prefix, next_live)
 
     def write(self, state: RetrievalState, i: int, update: Tensor) -> RetrievalState:
         """P¹ = [β⁰u, β¹u], then P^i = M(ρ) P^{i−1} + [β⁰u, β¹u]"""
-        updates, coefficients = cast(Live, state.live)
         update = update.to(state.prefixes[0].retrieved.dtype)
-        return state._replace(live=Live((*updates, update), coefficients))
+        return state._replace(live=appended(cast(Live, state.live), update))
 
     def write_weights(self, state: RetrievalState) -> Tensor:
         """β (2,B,T)"""

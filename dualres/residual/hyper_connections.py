@@ -11,7 +11,7 @@ from dualres import ops
 from dualres.config.validation import Bounds
 from dualres.ops import Live, Norm
 from dualres.residual.gate import Gate
-from dualres.residual.live import of_streams, shortened
+from dualres.residual.live import appended, of_streams, shortened
 from dualres.residual.pathway import History, Options, Pathway, Place
 
 OFF_DIAGONAL = -8.0  # 0 would average the streams at every branch and cripple the baseline
@@ -70,8 +70,7 @@ class HyperConnections(Pathway):
 
     def write(self, state: HyperState, i: int, update: Tensor) -> HyperState:
         """X ← H_res X + H_post u"""
-        updates, coefficients = state.live
-        return HyperState(Live((*updates, update.to(updates[0].dtype)), coefficients))
+        return HyperState(appended(state.live, update.to(state.live.updates[0].dtype)))
 
     def write_weights(self, state: HyperState) -> Tensor:
         """H_post (N,B,T)"""

@@ -21,8 +21,8 @@ def shortened(live: Live) -> Live:
 
 
 def of_streams(streams: Tensor) -> Live:
-    """Stored streams as live streams, each with itself as its only update. (J,B,T,D)"""
-    return Live(streams.unbind(0), _identity(streams[0], len(streams), 1))
+    """Stored streams as live streams, each with itself as its only update, and as their own carrier. (J,B,T,D)"""
+    return Live(streams.unbind(0), _identity(streams[0], len(streams), 1), streams, len(streams))
 
 
 def as_tensor(live: Live | Tensor) -> Tensor:
@@ -32,13 +32,21 @@ def as_tensor(live: Live | Tensor) -> Tensor:
 
 def plus(live: Live | None, updates: tuple[Tensor, ...]) -> Live:
     """The live streams with one ungated update added to each. J × (B,T,D)"""
-    all_updates = (*(live.updates if live else ()), *updates)
-    return Live(all_updates, _identity(updates[0], len(updates), len(all_updates) // len(updates)))
+    before, carrier, carried = (live.updates, live.carrier, live.carried) if live else ((), None, 0)
+    all_updates = (*before, *updates)
+    coefficients = _identity(updates[0], len(updates), len(all_updates) // len(updates))
+    return Live(all_updates, coefficients, carrier, carried)
+
+
+def appended(live: Live, update: Tensor) -> Live:
+    """The live streams of a gated read with the branch output that its last coefficients wait for. (B,T,D)"""
+    return live._replace(updates=(*live.updates, update))
 
 
 def _identity(update: Tensor, streams: int, times: int) -> Tensor:
     """The coefficients of updates that each go to one stream, in turn. -> (times·J,J,B,T)"""
-    precise = torch.promote_types(update.dtype, torch.float32)
+    precise, tokens = torch.promote_types(update.dtype, torch.float32), update.shape[:-1]
+    if streams == 1:
+        return torch.ones((times, 1, *tokens), dtype=precise, device=update.device)
     unit = torch.eye(streams, dtype=precise, device=update.device).repeat(times, 1)
-    tokens = update.shape[:-1]
     return unit.view(*unit.shape, *[1] * len(tokens)).expand(*unit.shape, *tokens).contiguous()

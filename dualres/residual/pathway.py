@@ -80,6 +80,10 @@ class Pathway(nn.Module):
         """End the block: its state H_b (J,B,T,D), the live streams."""
         return as_tensor(state.live)
 
+    def carriers(self, state: Any) -> tuple[Tensor, ...]:
+        """Carriers of the history states, if the pathway sums their gradients from block to block (`ops.passed_on`)."""
+        return ()
+
     def start_divisor(self, i: int) -> float:
         """At the zero start (queries and gate scales 0) branch i reads the standard residual's state divided by this.
 

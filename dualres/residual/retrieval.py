@@ -29,6 +29,13 @@ class RetrievalState(NamedTuple):
 
     prefixes: tuple[Prefix, ...]  # one per query set
     live: Live | None  # J streams; None before the first write
+    queries: tuple[Tensor | None, ...]  # of each query set (O,D); None if it has no query
+    carriers: tuple[Tensor, ...] = ()  # of the history, for `ops.passed_on`
+
+    def after_read(self, u: int, prefix: Prefix, live: Live | None) -> "RetrievalState":
+        """The state after a read by query set u."""
+        prefixes = (*self.prefixes[:u], prefix, *self.prefixes[u + 1 :])
+        return RetrievalState(prefixes, live, self.queries, self.carriers)
 
 
 class Queries(nn.Module):
@@ -70,8 +77,14 @@ class RetrievalPathway(Pathway):
         if self.queries is None:  # a block of one branch that sees only H_0
             only = torch.stack([history[0][v] for v in self.route.value])
             zeros = to_accumulation_dtype(only.new_zeros(only.shape[:-1]))
-            return RetrievalState((Prefix(only, zeros),), live=None)
-        return RetrievalState(ops.prefix(history, self.queries(), route=self.route, eps=self.eps), live=None)
+            return RetrievalState((Prefix(only, zeros),), live=None, queries=(None,))
+        queries = self.queries()
+        prefixes, carriers = ops.prefix_with_carriers(history, queries, route=self.route, eps=self.eps)
+        return RetrievalState(prefixes, live=None, queries=queries.unbind(0), carriers=carriers)
+
+    def carriers(self, state: RetrievalState) -> tuple[Tensor, ...]:
+        """Of the history: the next block sends its gradient through this block's prefix."""
+        return state.carriers
 
     def close(self, state: RetrievalState) -> Tensor:
         """H_b (J,B,T,D), the sum of the live streams' updates."""

@@ -153,7 +153,7 @@ def _separation(model: Any) -> float:
     """The relative difference of the two streams in the last block's state."""
     states = []
     last = list(model.decoder.stack)[-1]
-    handle = last.register_forward_hook(lambda module, args, output: states.append(output))
+    handle = last.register_forward_hook(lambda module, args, found: states.append(found[0]))
     model(real_text(4, 64, 200))
     handle.remove()
     first, second = states[0].double()

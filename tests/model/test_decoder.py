@@ -113,9 +113,9 @@ def test_state_bytes(name: str, history: int, live: int):
     ("name", "prefix", "reads", "writes", "readout", "backward"),
     [
         ("standard", 0, 0, 10 * 3, 2, 10 * 3),
-        ("mhc-4", 0, 5 * (9 + 11), 5 * (6 + 4), 5, 608),
-        ("attnres-block", 3 + 4 + 5, 2 * (3 + 4 + 5) + 3, 5 + 5 + 3, 5 + 2, 200),
-        ("dar-block", 6 + 8 + 10, 2 * (3 + 4 + 5 + 6) + (3 + 4), 6 + 6 + 4, 10 + 3, 349),
+        ("mhc-4", 0, 5 * (9 + 11), 5 * (6 + 4), 5, 373),
+        ("attnres-block", 3 + 4 + 5, 2 * (3 + 4 + 5) + 3, 5 + 5 + 3, 5 + 2, 113),
+        ("dar-block", 6 + 8 + 10, 2 * (3 + 4 + 5 + 6) + (3 + 4), 6 + 6 + 4, 10 + 3, 210),
     ],
 )
 @pytest.mark.parametrize("forced", [None, "reference"])
@@ -130,7 +130,7 @@ def test_residual_traffic(
     monkeypatch: pytest.MonkeyPatch,
 ):
     """Blocks of 4, 4 and 2 branches, of 2 for mHC; whatever runs. Forward by hand, as in docs/performance.md;
-    backward as it was found: PyTorch's sums of gradients are a third of it."""
+    backward as it was found."""
     monkeypatch.setattr(dispatch, "FORCED", forced)
     moved = accounting.residual_traffic(build_decoder(model_config(), RESIDUALS[name], device="meta"))
     assert moved.forward == prefix + reads + writes + readout

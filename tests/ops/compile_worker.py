@@ -52,7 +52,7 @@ class Driver:
 def target_of(name: str) -> GPUTarget:
     if name.startswith("sm_"):
         return GPUTarget("cuda", int(name.removeprefix("sm_")), 32)
-    return GPUTarget("hip", name, 64)
+    return GPUTarget("hip", name, 32 if name.startswith("gfx1") else 64)
 
 
 def resources(compiled: Any, target: GPUTarget) -> dict[str, int]:
@@ -77,18 +77,21 @@ def assembler_report(ptx: str, arch: int) -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
 
-def ops(streams: int) -> list[tuple[str, dict[str, int]]]:
-    """DAR, AttnRes and mHC with as many streams."""
+def ops(streams: int) -> list[tuple[str, dict[str, Any]]]:
+    """DAR, AttnRes and mHC with as many streams, as a chain of reads calls them; and a read that has no carrier."""
+    later: dict[str, Any] = {"later": ("live", "retrieved", "carried")}
     return [
-        ("prefix", {"states": 9, "sets": 2, "outputs": 2}),
-        ("read", {"updates": 0, "outputs": 2}),
+        ("prefix", {"states": 9, "sets": 2, "outputs": 2, **later}),
+        ("read", {"updates": 0, "outputs": 2, **later}),
+        ("read", {"updates": 2, "outputs": 2, "carried": 2, **later}),
         ("read", {"updates": 3, "outputs": 2}),
-        ("write", {"updates": 4, "streams": 2}),
-        ("prefix", {"states": 9, "sets": 1, "outputs": 1}),
-        ("read", {"updates": 0, "outputs": 1}),
-        ("read", {"updates": 3, "outputs": 1}),
+        ("read", {"updates": 5, "outputs": 2, "carried": 4, **later}),
+        ("write", {"updates": 6, "streams": 2, "carried": 5}),
+        ("prefix", {"states": 9, "sets": 1, "outputs": 1, **later}),
+        ("read", {"updates": 0, "outputs": 1, **later}),
+        ("read", {"updates": 3, "outputs": 1, "carried": 2, **later}),
         ("write", {"updates": 4, "streams": 1}),
-        ("hyper_read", {"updates": streams + 1, "streams": streams}),
+        ("hyper_read", {"updates": streams + 1, "streams": streams, "carried": streams, **later}),
         ("write", {"updates": streams + 2, "streams": streams}),
     ]
 
@@ -111,7 +114,7 @@ def main(name: str, dtype: str, width: str, streams: str = "4") -> None:
     with torch.device("meta"):
         for op, sizes in ops(int(streams)):
             inputs = Inputs((*TOKENS, int(width)), getattr(torch, dtype))
-            prepared(op, inputs, **sizes)()
+            prepared(op, inputs, **{name: size for name, size in sizes.items() if name != "later"})()
             prepared(f"{op}_backward", inputs, **sizes)()
 
 

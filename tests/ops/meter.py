@@ -171,36 +171,46 @@ class Inputs(NamedTuple):
         history = [self.stream(outputs) for _ in range(states)]
         return PrefixArguments(history, torch.randn(sets, outputs, self.shape[-1]), *ROUTES[outputs], EPS)
 
-    def read(self, updates: int, outputs: int) -> ReadArguments:
+    def read(self, updates: int, outputs: int, carried: int = 0) -> ReadArguments:
         width = self.shape[-1]
         gates = [*self.gate(2, 2), *self.gate(2, 2), *(self.gate(1, 2) if updates else [])] if outputs == 2 else []
-        coefficients = self.numbers(updates, outputs) if updates else None
-        queries = torch.randn(outputs, width) if updates else None
+        key, value = ROUTES[outputs]
         return ReadArguments(
-            self.stream(outputs),
-            self.numbers(outputs),
-            [self.stream() for _ in range(updates)],
-            coefficients,
-            queries,
-            gates,
-            torch.randn(width),
-            *ROUTES[outputs],
+            retrieved=self.stream(outputs),
+            log_partition=self.numbers(outputs),
+            retrieved_carrier=None,
+            updates=[self.stream() for _ in range(updates)],
+            coefficients=self.numbers(updates, outputs) if updates else None,
+            carrier=None,
+            query=torch.randn(outputs, width) if updates else None,
+            gates=gates,
+            norm=torch.randn(width),
+            key=key,
+            value=value,
+            carried=carried,
             eps=EPS,
             norm_eps=EPS,
         )
 
-    def hyper_read(self, updates: int, streams: int, steps: int = 20) -> HyperReadArguments:
+    def hyper_read(self, updates: int, streams: int, carried: int = 0, steps: int = 20) -> HyperReadArguments:
         gates = [tensor for values in (streams, streams, streams**2) for tensor in self.gate(values, streams)]
         written = [self.stream() for _ in range(updates)]
         weight = torch.randn(self.shape[-1])
-        return HyperReadArguments(written, self.numbers(updates, streams), gates, weight, steps, EPS, EPS)
+        return HyperReadArguments(
+            written, self.numbers(updates, streams), None, gates, weight, carried, steps, EPS, EPS
+        )
 
-    def write(self, updates: int, streams: int) -> WriteArguments:
-        return WriteArguments([self.stream() for _ in range(updates)], self.numbers(updates, streams))
+    def write(self, updates: int, streams: int, carried: int = 0) -> WriteArguments:
+        return WriteArguments([self.stream() for _ in range(updates)], self.numbers(updates, streams), None, carried)
 
 
-def prepared(op: str, inputs: Inputs, learned: int = True, **sizes: int) -> functools.partial[Any]:
-    """A call of `prefix`, `read`, `hyper_read`, `write` or of their `_backward`; it fills in its last argument."""
+def prepared(
+    op: str, inputs: Inputs, learned: bool = True, later: Sequence[str] = (), **sizes: int
+) -> functools.partial[Any]:
+    """A call of `prefix`, `read`, `hyper_read`, `write` or of their `_backward`; it fills in its last argument.
+
+    `later` names the carriers that later reads send gradients back through.
+    """
     forward = op.removesuffix("_backward")
     operator, arguments = getattr(autograd, forward), getattr(inputs, forward)(**sizes)
     results = operator.empty_results(arguments)
@@ -211,15 +221,19 @@ def prepared(op: str, inputs: Inputs, learned: int = True, **sizes: int) -> func
         arguments.coefficients.requires_grad_(learned)
     saved = operator.saved(arguments, results)
     given = [torch.randn_like(result) for result in results]
-    incoming = operator.incoming(saved, [given] if forward == "prefix" else given)
+    sent = [
+        torch.randn(shape, device=like.device).to(like.dtype) if name in later else None
+        for name, shape, like in operator.carriers(arguments)
+    ]
+    incoming = operator.incoming(saved, [*given, *sent])
     return functools.partial(getattr(kernels, op), *incoming, saved, operator.empty_gradients(saved, incoming))
 
 
 @functools.cache
-def traffic(op: str, shape: tuple[int, int, int] = (1, 5, 24), **sizes: int) -> Traffic:
+def traffic(op: str, shape: tuple[int, int, int] = (1, 5, 24), **sizes: Any) -> Traffic:
     """Stream elements per token that an operator loads and stores, in units of D: the same for every shape.
 
-    traffic("prefix", states=9, sets=2, outputs=2), traffic("read_backward", updates=3, outputs=2),
+    traffic("prefix", states=9, sets=2, outputs=2), traffic("read_backward", updates=3, outputs=2, later=("live",)),
     traffic("hyper_read", updates=4, streams=4), traffic("write", updates=4, streams=2), …
     """
     call = prepared(op, Inputs(shape), **sizes)

@@ -44,6 +44,11 @@ def entries() -> dict[str, tuple[Callable[..., Any], list[Any]]]:
     kept = [[tokenwise(2) for _ in range(3)], tokenwise(2, 3, 2), tokenwise(2, 2)]
     both: list[Any] = [[1, 0], [0, 1]]
 
+    def with_carriers(read: list[Any], carriers: bool) -> list[Any]:
+        h, z, u, c, *rest = read
+        live = stream(c.shape[1]) if carriers else None
+        return [h, z, stream(len(h)) if carriers else None, u, c, live, *rest]
+
     def grouped(flat: list[Tensor]) -> list[GateParameters]:
         return [GateParameters(*flat[n : n + 3]) for n in range(0, len(flat), 3)]
 
@@ -85,19 +90,33 @@ def entries() -> dict[str, tuple[Callable[..., Any], list[Any]]]:
         "prefix": (OWN.prefix, [history, queries, *both, 1e-6]),
         "prefix_backward": (
             OWN.prefix_backward,
-            [[stream(2) for _ in range(3)], [tokenwise(2) for _ in range(3)], history, queries, *kept, *both],
+            [
+                [stream(2) for _ in range(3)],
+                [tokenwise(2) for _ in range(3)],
+                [stream(2), stream(2)],
+                history,
+                queries,
+                *kept,
+                *both,
+            ],
         ),
-        "read": (OWN.read, [*dual, *both, *numbers]),
-        "read without gates": (OWN.read, [*single, [0], [0], *numbers]),
-        "read_backward": (OWN.read_backward, [stream(), tokenwise(3, 2), *dual, *both, *numbers]),
+        "read": (OWN.read, [*with_carriers(dual, True), *both, 1, *numbers]),
+        "read without gates": (OWN.read, [*with_carriers(single, False), [0], [0], 0, *numbers]),
+        "read_backward": (
+            OWN.read_backward,
+            [stream(), tokenwise(3, 2), stream(2), stream(2), *with_carriers(dual, False), *both, 1, *numbers],
+        ),
         "read_backward without gates": (
             OWN.read_backward,
-            [stream(), torch.empty(0), *single, [0], [0], *numbers],
+            [stream(), torch.empty(0), None, None, *with_carriers(single, False), [0], [0], 0, *numbers],
         ),
-        "hyper_read": (OWN.hyper_read, [*hyper, 3, *numbers]),
-        "hyper_read_backward": (OWN.hyper_read_backward, [stream(), tokenwise(4, 2), *hyper, 3, *numbers]),
-        "write": (OWN.write, [[stream(), stream()], tokenwise(2, 2)]),
-        "write_backward": (OWN.write_backward, [stream(2), [stream(), stream()], tokenwise(2, 2)]),
+        "hyper_read": (OWN.hyper_read, [*hyper[:2], stream(2), *hyper[2:], 2, 3, *numbers]),
+        "hyper_read_backward": (
+            OWN.hyper_read_backward,
+            [stream(), tokenwise(4, 2), stream(2), *hyper[:2], None, *hyper[2:], 2, 3, *numbers],
+        ),
+        "write": (OWN.write, [[stream(), stream()], tokenwise(2, 2), stream(2), 1]),
+        "write_backward": (OWN.write_backward, [stream(2), [stream()], tokenwise(2, 2), None, 1]),
         "grouped_linear": (
             OWN.grouped_linear,
             [torch.randn(6, WIDTH), torch.randn(2, 16, WIDTH), torch.tensor([2, 4])],

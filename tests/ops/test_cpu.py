@@ -5,8 +5,6 @@ import multiprocessing
 import os
 import subprocess
 import sys
-import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,11 +13,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numba import njit
 from numba.core import event
 
 from dualres import ops
+from dualres.ops import GateParameters, Norm, Prefix, reference
 from dualres.ops.cpu import compiler, launch, rows
+from dualres.ops.cpu.loops import loop
+from dualres.ops.cpu.rows import floats, pointer
 from dualres.residual import route
+from dualres.residual.live import appended
 from tests.small import relative_error
 
 ROOT = Path(__file__).parents[2]
@@ -43,47 +46,70 @@ def either_kind(request: Any, monkeypatch: Any, three_threads: Any) -> None:
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 47, 48, 49, 1000])
-def test_every_token_is_worked_on_once(tokens: int, either_kind: Any):
-    seen: list[tuple[int, int, int]] = []
-    launch.parallel_for(lambda *part: seen.append(part), tokens)
-    assert len(seen) == launch.parts(tokens)
-    assert [t for _, first, last in sorted(seen) for t in range(first, last)] == list(range(tokens))
+def test_a_kernel_takes_every_token_once(tokens: int, either_kind: Any):
+    """Each token adds 1 to the gradient of the norm's weight."""
+    stream, weight = torch.ones(1, 1, tokens, 7), torch.ones(7, requires_grad=True)
+    found = ops.rms_norm(stream, Norm(weight, 0.0))
+    found.sum().backward()
+    assert torch.equal(found, torch.ones(1, tokens, 7))
+    assert weight.grad is not None
+    assert torch.equal(weight.grad, torch.full((7,), float(tokens)))
 
 
-def test_parts_run_at_the_same_time(either_kind: Any):
-    """Each waits for the others, and on another thread."""
-    together, names = threading.Barrier(3, timeout=30), set()
+def test_a_kernel_runs_on_the_threads_of_pytorch(three_threads: Any, monkeypatch: Any):
+    threads = launch.pytorch_threads()
+    if threads is None:
+        pytest.skip("PyTorch was not built with GNU's OpenMP")
+    counts: list[int] = []
 
-    def work(part: int, first: int, last: int) -> None:
-        together.wait()
-        names.add(threading.get_ident())
+    def parallel(function: Any, job: Any, count: int, flags: int) -> None:
+        counts.append(count)
+        threads[0](function, job, count, flags)
 
-    launch.parallel_for(work, 300)
-    assert len(names) == 3
-
-
-def test_a_failure_reaches_the_caller(either_kind: Any):
-    def work(part: int, first: int, last: int) -> None:
-        if part == 1:
-            raise ZeroDivisionError("part 1")
-
-    with pytest.raises(ZeroDivisionError, match="part 1"):
-        launch.parallel_for(work, 300)
+    monkeypatch.setattr(launch, "pytorch_threads", lambda: (parallel, *threads[1:]))
+    for tokens in (31, 32, 47, 300):
+        ops.rms_norm(torch.ones(1, 1, tokens, 7), Norm(torch.ones(7), 0.0))
+    assert counts == [2, 2, 3]
 
 
-def test_a_failure_waits_for_the_other_parts(either_kind: Any):
-    """They write to memory that the caller may free."""
-    done = []
+def gated(tokens: int, width: int) -> list[torch.Tensor]:
+    """A read with gates and the gradients of its parameters."""
+    generator = torch.Generator().manual_seed(0)
+    leaves = [torch.randn(shape, generator=generator).requires_grad_() for shape in [(2, 2, width), (1,), (2,)] * 2]
+    states, partition = torch.randn(2, 1, tokens, width, generator=generator), torch.zeros(2, 1, tokens)
+    gates = [GateParameters(*leaves[:3]), GateParameters(*leaves[3:])]
+    prefix, norm = Prefix(states, partition), Norm(torch.ones(width), 1e-5)
+    h, *_, live = ops.gated_read(prefix, None, query=None, gates=gates, route=route.DUAL, eps=1e-6, norm=norm)
+    return [h, *torch.autograd.grad(h.square().sum() + live.coefficients.sum(), leaves)]
 
-    def work(part: int, first: int, last: int) -> None:
-        if part == 0:
-            raise ZeroDivisionError("part 0")
-        time.sleep(0.2)
-        done.append(part)
 
-    with pytest.raises(ZeroDivisionError):
-        launch.parallel_for(work, 300)
-    assert sorted(done) == [1, 2]
+def test_readers_do_not_disturb_each_other(either_kind: Any):
+    """Each has its own scratch."""
+    wanted = gated(200, 24)
+    with ThreadPoolExecutor(4) as pool:
+        for found in pool.map(lambda _: gated(200, 24), range(24)):
+            assert all(map(torch.equal, found, wanted))
+
+
+def test_a_sum_over_many_tokens_keeps_its_digits():
+    """Where every token adds the same, a plain float32 sum of 100,000 is off by 1e-4."""
+    width, tokens = 5, 100_000
+    values = torch.Generator().manual_seed(0)
+    parameters = [torch.randn(shape, generator=values) for shape in [(2, 2, width), (1,), (2,)] * 2] + [
+        torch.ones(width)
+    ]
+    state = torch.randn(2, 1, 1, width, generator=values)
+    found = []
+    for read, dtype in ((ops.gated_read, torch.float32), (reference.gated_read, torch.float64)):
+        leaves = [parameter.to(dtype).requires_grad_() for parameter in parameters]
+        gates = [GateParameters(*leaves[:3]), GateParameters(*leaves[3:6])]
+        count = tokens if dtype is torch.float32 else 1
+        prefix = Prefix(state.to(dtype).expand(2, 1, count, width).contiguous(), torch.zeros(2, 1, count, dtype=dtype))
+        norm = Norm(leaves[6], 1e-5)
+        h, *_, live = read(prefix, None, query=None, gates=gates, route=route.DUAL, eps=1e-6, norm=norm)
+        found.append(torch.autograd.grad(h[..., 0].sum() + live.coefficients[..., 0, :, :].sum(), leaves))
+    for ours, wanted in zip(*found, strict=True):
+        assert relative_error(ours, tokens * wanted) < 2e-6
 
 
 def retrieved() -> torch.Tensor:
@@ -180,36 +206,78 @@ def test_no_tokens():
     assert not queries.grad.any()
 
 
-def gaps(count: int, width: int, gap: int) -> list[Any]:
-    """Rows that lie so many numbers apart."""
-    return [row[:width] for row in np.zeros((count, width + gap), np.float32)]
+def moved(tensor: torch.Tensor, offset: int) -> torch.Tensor:
+    """A copy so many numbers behind the start of its memory, which PyTorch aligns."""
+    memory = torch.empty(tensor.numel() + offset)
+    return memory[offset:].view(tensor.shape).copy_(tensor).requires_grad_()
 
 
-ONE, TWO = np.float32(0.7), np.float32(1.3)
-SUMS: dict[str, tuple[int, Any]] = {  # functions that write a row and sum over it: how many rows they take, how
-    "load_with_dots": (4, lambda into, row, a, b: rows.load_with_dots(into, row, a, b)),
-    "blend": (3, lambda into, row, other: rows.blend(into, ONE, row, TWO, other)),
-    "blend_with_dots": (7, lambda into, row, other, *four: rows.blend_with_dots(into, ONE, row, TWO, other, four)),
-    "normalize_backward": (4, lambda given, row, w, d_w: rows.normalize_backward(given, row, w, ONE, 1e-6, d_w)),
-}
-
-
-@pytest.mark.parametrize("name", SUMS)
-def test_sums_do_not_depend_on_addresses(name: str):
-    """Where rows lie close together, LLVM would take another loop, which adds up in another order."""
-    count, call = SUMS[name]
-    generator = np.random.default_rng(0)
-    for width in (8, 16, 24, 33, 63, 64, 100):
-        numbers = generator.standard_normal((count, width)).astype(np.float32)
-        outcomes = set()
-        for places in (gaps(count, width, 1000), gaps(count, width, 0), gaps(count, width, 0)[::-1]):
-            for place, row in zip(places, numbers, strict=True):
-                place[:] = row
-            outcomes.add((call(*places), *(place.tobytes() for place in places)))
+def test_results_do_not_depend_on_addresses():
+    for width in (8, 16, 24, 33, 64, 100):
+        numbers = torch.Generator().manual_seed(width)
+        shapes: list[tuple[int, ...]] = [*[(2, 1, 5, width)] * 3, (2, 2, width), *[(1, 5, width)] * 2]
+        shapes += [shape for values in (2, 2, 1) for shape in ((values, 2, width), (1,), (values,))]
+        given, outcomes = [torch.randn(shape, generator=numbers) for shape in shapes], set()
+        for offset in (0, 1, 4, 7, 16):
+            leaves = [moved(tensor, offset) for tensor in given]
+            queries, first, second = leaves[3:6]
+            gates = [GateParameters(*leaves[g : g + 3]) for g in (6, 9, 12)]
+            used: Any = {"route": route.DUAL, "eps": 1e-6}
+            prefix, _ = ops.prefix(leaves[:3], queries, **used)
+            h, prefix, live = ops.gated_read(prefix, None, query=None, gates=gates[:2], norm=None, **used)
+            live = appended(live, first)
+            again, _, live = ops.gated_read(prefix, live, query=queries[0], gates=gates, norm=None, **used)
+            results = [h, again, ops.write(appended(live, second))]
+            results += torch.autograd.grad(torch.stack([x.square().sum() for x in results]).sum(), leaves)
+            outcomes.add(b"".join(x.detach().numpy().tobytes() for x in results))
         assert len(outcomes) == 1, f"width {width}"
 
 
-@pytest.mark.parametrize(("function", "ours"), [(rows.load_with_dots.py_func, True), (math.hypot, False)])
+@loop
+def every_way(into: Any, rounded: Any, total: Any, numbers: Any, rows: Any) -> Any:
+    one, two = numbers
+    x = rounded.set(into.set(one * rows[0] - two * rows[1]))
+    total.add(x)
+    total.add(rows[0])
+    return x * x, (x * rows[1], rows[0])
+
+
+@njit
+def run_every_way(width: int, places: Any, kind: Any) -> Any:
+    into, total, row = floats(places[0]), floats(places[1]), floats(places[2])
+    rounded, other = pointer(places[3], kind), pointer(places[4], kind)
+    return every_way(width, into, rounded, total, (np.float32(0.7), 1.3), (row, other))
+
+
+KINDS = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.float16: np.int16}
+
+
+@pytest.mark.parametrize("dtype", KINDS, ids=str)
+def test_a_loop_covers_its_rows(dtype: torch.dtype):
+    """Whatever their width; beyond their end it changes nothing, and what it returns does not depend on addresses."""
+    generator = torch.Generator().manual_seed(0)
+    for width in (1, 7, 15, 16, 17, 31, 32, 33, 48, 63, 64, 96, 123):
+        row, other = torch.randn(width, generator=generator), torch.randn(width, generator=generator).to(dtype)
+        x = 0.7 * row - 1.3 * other.float()
+        wanted = [x, 2 + x + row, x.to(dtype)]
+        outcomes = set()
+        for gap in (1, 2, 1000):
+            into, total, rounded = torch.full((3, width + gap), 2.0).unbind()
+            rounded = rounded.to(dtype)
+            places = tuple(tensor.data_ptr() for tensor in (into, total, row, rounded, other))
+            sums = run_every_way(width, places, KINDS[dtype])
+            for place, expected in zip((into, total, rounded), wanted, strict=True):
+                assert relative_error(place[:width], expected) < {torch.float32: 1e-6}.get(place.dtype, 5e-3)
+                assert torch.equal(place[width:], torch.full_like(place[width:], 2))
+            square, (product, plain) = sums
+            assert square == pytest.approx(x.square().sum().item(), rel=1e-5)
+            assert product == pytest.approx((x * other).sum().item(), rel=1e-4, abs=1e-5)
+            assert plain == pytest.approx(row.sum().item(), rel=1e-4, abs=1e-5)
+            outcomes.add((sums, *(place[:width].float().numpy().tobytes() for place in (into, total, rounded))))
+        assert len(outcomes) == 1, f"width {width}"
+
+
+@pytest.mark.parametrize(("function", "ours"), [(rows.row_at.py_func, True), (math.hypot, False)])
 def test_a_kernel_that_is_compiled_is_logged(function: Any, ours: bool, caplog: pytest.LogCaptureFixture):
     caplog.set_level("INFO")
     caplog.clear()

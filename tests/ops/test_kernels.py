@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dualres import ops
 from dualres.model.block import residual_stack
 from dualres.ops import GateParameters, Live, Norm, Prefix, dispatch, reference
 from dualres.residual import route
+from dualres.residual.live import appended, of_streams, plus
 from tests.small import relative_error
 
 EPS, NORM_EPS = 1e-6, 1e-5
@@ -38,6 +40,9 @@ def kind(request: Any, monkeypatch: Any) -> str:
     """Each kind of kernels in turn."""
     if request.param == "triton":
         pytest.importorskip("triton")
+        from tests.ops.meter import round_to_nearest
+
+        round_to_nearest()
     monkeypatch.setattr(dispatch, "FORCED", request.param)
     return request.param
 
@@ -90,7 +95,7 @@ def compare(ours: Op, exact: Op, inputs: list[Tensor], dtype: torch.dtype) -> No
 
 
 def flat_prefix(found: tuple[Prefix, ...]) -> list[Tensor]:
-    return [tensor for prefix in found for tensor in prefix]
+    return [tensor for prefix in found for tensor in prefix[:2]]
 
 
 @pytest.mark.axes(kind="cpu", name="dual", dtype="fp32")
@@ -182,7 +187,8 @@ def test_read(kind: str, name: str, row: str, dtype: str):
 
         return call
 
-    compare(op(ops.read, lambda x: x), op(reference.read, Tensor.double), inputs, DTYPES[dtype])
+    ours = op(lambda *args, **kwargs: ops.read(*args, **kwargs)[0], lambda x: x)
+    compare(ours, op(reference.read, Tensor.double), inputs, DTYPES[dtype])
 
 
 @pytest.mark.axes(kind="cpu", name="dual", row="3-updates-normed", dtype="fp32")
@@ -204,14 +210,14 @@ def test_gated_read(kind: str, name: str, row: str, dtype: str):
         *(draw.stream(*ODD) for _ in range(count)),
     ]
 
-    def op(read: Callable[..., tuple[Tensor, Live]]) -> Callable[..., tuple[Tensor, Tensor]]:
+    def op(read: Callable[..., Any]) -> Callable[..., tuple[Tensor, Tensor]]:
         def call(
             h: Tensor, partition: Tensor, queries: Tensor, weight: Tensor, coefficients: Tensor, *rest: Tensor
         ) -> tuple[Tensor, Tensor]:
             own = [GateParameters(*rest[3 * g : 3 * g + 3]) for g in range(len(gates))]
             norm = Norm(weight, NORM_EPS) if normed else None
             live = Live(rest[3 * len(gates) :], coefficients) if count else None
-            h, left = read(Prefix(h, partition), live, query=queries, gates=own, route=rule, eps=EPS, norm=norm)
+            h, *_, left = read(Prefix(h, partition), live, query=queries, gates=own, route=rule, eps=EPS, norm=norm)
             return h, left.coefficients
 
         return call
@@ -280,6 +286,110 @@ def test_write(kind: str, streams: int, count: int, learned: bool, dtype: str):
     else:
         exact = lambda *u: [reference.write(Live(u, coefficients.double()))]  # noqa: E731
         compare(lambda *u: [ops.write(Live(u, coefficients))], exact, updates, DTYPES[dtype])
+
+
+def chain_of_gated_reads(draw: Numbers) -> tuple[list[Tensor], Op]:
+    inputs = [draw.stream(2, *ODD), draw.parameter(2, *ODD[:2]), draw.parameter(2, WIDTH, scale=0.3)]
+    inputs += [parameter for values in (2, 2, 1) for parameter in draw.gate(values, 2, WIDTH)]
+
+    def call(h: Tensor, partition: Tensor, query: Tensor, *rest: Tensor) -> list[Tensor]:
+        gates = [GateParameters(*rest[g : g + 3]) for g in (0, 3, 6)]
+        prefix, live, found = Prefix(h, partition), None, []
+        for update in rest[9:]:
+            used: Any = {"query": query, "gates": gates if live else gates[:2], "norm": None}
+            read, prefix, live = ops.gated_read(prefix, live, route=route.DUAL, eps=EPS, **used)
+            live = appended(live, update)
+            found.append(read)
+        assert live is not None
+        return [*found, ops.write(live)]
+
+    return [*inputs, *(draw.stream(*ODD) for _ in range(4))], call
+
+
+def chain_of_reads(rule: ops.Route, streams: int) -> Callable[[Numbers], tuple[list[Tensor], Op]]:
+    def inputs(draw: Numbers) -> tuple[list[Tensor], Op]:
+        given = [draw.stream(1, *ODD), draw.parameter(1, *ODD[:2]), draw.parameter(1, WIDTH, scale=0.3)]
+        return [*given, draw.parameter(WIDTH), *(draw.stream(*ODD) for _ in range(3 * streams))], call
+
+    def call(h: Tensor, partition: Tensor, query: Tensor, weight: Tensor, *updates: Tensor) -> list[Tensor]:
+        prefix, live, found, norm = Prefix(h, partition), None, [], Norm(weight, NORM_EPS)
+        for n in range(0, len(updates), streams):
+            read, prefix, live = ops.read(prefix, live, query=query, route=rule, eps=EPS, norm=norm)
+            live = plus(live, updates[n : n + streams])
+            found.append(read)
+        assert live is not None
+        return [*found, ops.write(live)]
+
+    return inputs
+
+
+def chain_of_hyper_reads(draw: Numbers) -> tuple[list[Tensor], Op]:
+    gates = [parameter for values in (3, 3, 9) for parameter in draw.gate(values, 3, WIDTH)]
+
+    def call(state: Tensor, *rest: Tensor) -> list[Tensor]:
+        live, found, own = of_streams(state), [], [GateParameters(*rest[g : g + 3]) for g in (0, 3, 6)]
+        for update in rest[9:]:
+            read, live = ops.hyper_read(live, gates=own, steps=20, eps=EPS, norm=None)
+            live = appended(live, update)
+            found.append(read)
+        return [*found, ops.write(live)]
+
+    return [draw.stream(3, *ODD), *gates, *(draw.stream(*ODD) for _ in range(3))], call
+
+
+def chain_of_prefixes(draw: Numbers) -> tuple[list[Tensor], Op]:
+    def call(queries: Tensor, *history: Tensor) -> list[Tensor]:
+        found: list[Prefix] = []
+        for _ in range(3):
+            prefixes, carriers = ops.prefix_with_carriers(history, queries, route=route.DUAL, eps=EPS)
+            history = ops.passed_on(history, carriers)
+            found += prefixes
+        return flat_prefix(tuple(found))
+
+    return [draw.parameter(2, 2, WIDTH, scale=0.3), *(draw.stream(2, *ODD) for _ in range(3))], call
+
+
+CHAINS = {
+    "gated_read": chain_of_gated_reads,
+    "read": chain_of_reads(route.SINGLE, 1),
+    "read-vproj": chain_of_reads(route.VALUE_PROJECTED, 2),
+    "hyper_read": chain_of_hyper_reads,
+    "prefix": chain_of_prefixes,
+}
+
+
+@pytest.mark.axes(kind="cpu", name="gated_read", dtype="fp32")
+@pytest.mark.parametrize("dtype", ROWS)
+@pytest.mark.parametrize("name", CHAINS)
+def test_gradients_that_are_passed_on(kind: str, name: str, dtype: str):
+    """Every operator but the last adds to a gradient that a later one has sent through a carrier."""
+    inputs, call = CHAINS[name](Numbers(DTYPES[dtype]))
+    compare(call, call, inputs, DTYPES[dtype])  # in float64 these are the equations, without carriers
+
+
+@pytest.mark.parametrize("name", ["gated_read", "hyper_read"])
+def test_nothing_else_sums_gradients_of_streams(name: str):
+    """A stream, or a state of several, is read by many operators and gets one gradient."""
+    inputs, call = CHAINS[name](Numbers(torch.float32))
+    leaves = [x.requires_grad_() for x in inputs]
+    results = call(*leaves)
+    with Additions() as added:
+        torch.autograd.backward(results, [torch.ones_like(x) for x in results])
+    assert added.shapes  # of parameters
+    assert not [shape for shape in added.shapes if shape[-3:] == ODD]
+
+
+class Additions(TorchDispatchMode):
+    """The shapes of all sums of two tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[torch.Size] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._overloadpacket in (torch.ops.aten.add, torch.ops.aten.add_):
+            self.shapes.append(args[0].shape)
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("residual", ["attnres-block", "dar-block", "mhc"])

@@ -52,7 +52,7 @@ def test_history_is_never_changed_in_place(name: str):
     for block in made:
         copies = [state.clone() for state in history]
         before = {key: repr(value) for key, value in vars(block.pathway).items()}
-        first, again = block(*history), block(*history)
+        first, again = block(*history)[0], block(*history)[0]
         assert torch.equal(first, again)
         assert first.is_contiguous()
         assert first.shape == history[0].shape
@@ -190,7 +190,7 @@ def test_streams_keep_their_dtype():
     for residual in RESIDUALS.values():
         made = residual_stack([Low() for _ in range(4)], WIDTH, residual)
         for block in made:
-            block.register_forward_hook(lambda _, __, state: states.append(state))
+            block.register_forward_hook(lambda _, __, found: states.append(found[0]))
         assert made(torch.randn(BATCH, LENGTH, WIDTH)).dtype == torch.float32
     assert {state.dtype for state in states} == {torch.float32}
 

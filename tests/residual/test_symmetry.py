@@ -20,7 +20,7 @@ METHODS = {
 def stream_difference(decoder: Decoder, tokens: Tensor) -> float:
     """‖x⁰ − x^j‖ / ‖x⁰‖, the largest over the block states H_b and the other streams."""
     states: list[Tensor] = []
-    hooks = [block.register_forward_hook(lambda _, __, state: states.append(state)) for block in decoder.stack]
+    hooks = [block.register_forward_hook(lambda _, __, found: states.append(found[0])) for block in decoder.stack]
     with torch.no_grad():
         decoder(tokens)
     for hook in hooks:

@@ -10,6 +10,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor, nn
 
+from dualres import ops
 from dualres.model.block import checked_update, embed, extended
 from dualres.model.decoder import reset_part
 from dualres.residual.pathway import History, Pathway
@@ -78,7 +79,7 @@ class ResidualLayer(TransformerLayer):  # type: ignore[misc]
             hidden_states = branch(h, options)
             state = pathway.write(state, step.branch, checked_update(hidden_states, h))
             if step.last:
-                history = extended(history, pathway.close(state), pathway)
+                history = extended(ops.passed_on(history, pathway.carriers(state)), pathway.close(state), pathway)
         if self.readout is None:
             return hidden_states, Residuals(history, pathway, state)
         return self.readout(*history), None

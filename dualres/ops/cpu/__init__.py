@@ -1,11 +1,12 @@
 """The fused operators as CPU kernels, compiled by numba; `autograd` defines what each computes and returns.
 
-They are vectorized over the width and take one token at a time; tokens are split across threads.
+They are vectorized over the width; tokens are split across threads.
 """
 
 from dualres.ops.cpu.hyper import hyper_read, hyper_read_backward
-from dualres.ops.cpu.live import read, read_backward, write, write_backward
+from dualres.ops.cpu.live import write, write_backward
 from dualres.ops.cpu.prefix import prefix, prefix_backward
+from dualres.ops.cpu.read import read, read_backward
 
 __all__ = [
     "hyper_read",

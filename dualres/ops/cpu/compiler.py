@@ -5,9 +5,8 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from numba import njit
+from numba import extending, njit
 from numba.core import event
-from numba.core.compiler import Compiler
 
 from dualres.ops.dispatch import LOG
 
@@ -66,18 +65,5 @@ class _Announcement(event.Listener):
 event.register("numba:compile", _Announcement())
 
 
-class NoAlias(Compiler):
-    """Compiles functions whose output rows never overlap their other rows.
-
-    Otherwise LLVM compares addresses at the start of a loop and, where short rows lie close together, takes a loop that
-    sums in a different order: results would depend on the addresses.
-    """
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.state.flags.noalias = True
-
-
 compiled: Any = njit(**OPTIONS)  # sums keep the order they are written in
-# Sums may be reordered, so that they can be vectorized; NaN and infinity keep their meaning.
-compiled_rows: Any = njit(**OPTIONS, fastmath={"reassoc", "nsz", "contract", "arcp"}, pipeline_class=NoAlias)
+intrinsic: Any = extending.intrinsic  # for mypy, which would want calls in compiled code to pass the context

@@ -1,257 +1,667 @@
-"""The read of mHC on a CPU: streams, gates, Sinkhorn, branch input and norm of a token while its rows are cached."""
+"""The read of mHC on a CPU: streams, gates, Sinkhorn, branch input and norm of a tile of tokens while it is cached.
+
+The projections of the gates, and their gradients, are products of small matrices, computed in blocks of four by four
+vectors; Sinkhorn runs for all tokens of a tile together.
+"""
 # N tokens  D width  J streams  K updates  G gate values
 
+import itertools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
+from numba import types
 from torch import Tensor
 
 from dualres.ops.arguments import HyperReadArguments
 from dualres.ops.cpu.compiler import compiled
-from dualres.ops.cpu.launch import LIKE, addresses, array, parallel_for, parallel_sums, tokenwise
-from dualres.ops.cpu.live import gate_backward, gate_value, live_streams, norm_backward
-from dualres.ops.cpu.rows import (
-    add,
-    add_rows,
-    add_to_two,
-    dot,
-    inverse_norm,
-    load,
-    normalize,
-    normalize_backward,
-    row_of,
-    scaled,
-    store,
-    two_dots,
+from dualres.ops.cpu.lanes import (
+    add_products,
+    exp,
+    fma,
+    four_numbers_at,
+    get,
+    get_block,
+    get_four,
+    inverse_rms,
+    number_at,
+    put,
+    put_block,
+    read,
+    sigmoid,
+    spread,
+    sums,
+    total,
+    where_greater,
+    write,
+    zero_block,
 )
+from dualres.ops.cpu.launch import address_of, kernel, unpack
+from dualres.ops.cpu.loops import LANES
+from dualres.ops.cpu.prefix import copy_rows
+from dualres.ops.cpu.rows import integers, pointer, size_of
+
+SQUARE = LANES * LANES
+WIDE = 1024  # numbers per token, in all streams: with more, a tile has half as many tokens, to stay cached
+SAFE = 50.0  # spread of the logits in a column of H_res, for which plain float32 numbers do
+FLUSH = 16  # tiles whose gradients are added up in float32
+
+
+class Buffers(NamedTuple):
+    """The addresses of float32 numbers in a part's own memory; in Python, how many there are."""
+
+    weights: int  # (G,row), of all gates
+    norm: int  # (stride,), the weight of the branch's norm
+    live: int  # (tile,row)
+    mixed: int  # (tile,stride), the branch input before its norm
+    parts: int  # (16,LANES,LANES), of sums
+    factors: int  # (3,LANES): of the gates' norm, of the branch's norm, and one in a gradient
+    projected: int  # (G,LANES), later their gradients
+    gate_values: int  # (2·J,LANES), H_pre and H_post
+    logits: int  # (J·J,LANES), of H_res, later the gradient
+    trace: int  # (slots,J·J,LANES)
+    exact: int  # (J·J,) in float64
+    gradient: int  # (tile,stride), of `mixed`
+    d_after: int  # (tile,row)
+    d_live: int  # (tile,row)
+    d_weights: int  # (G,row)
+
+
+class Inputs(NamedTuple):
+    """Of a read or of its backward pass: addresses, 0 for a tensor that is absent, and numbers."""
+
+    buffers: list[int]  # where they begin
+    updates: list[int]
+    coefficients: int  # (K,J,N)
+    gates: list[int]  # weight, scale and bias of H_pre, H_post and H_res
+    norm: int
+    terms: int  # K
+    streams: int
+    tokens: int
+    width: int
+    steps: int
+    slots: int  # half-steps of Sinkhorn that are kept
+    tile: int  # tokens
+    gate_rows: int  # G, in whole blocks
+    length: int  # of the streams of a token, in whole blocks
+    stride: int  # from one stream of a token to the next
+    row: int  # from one token to the next
+    eps: float
+    norm_eps: float
+    h: int  # backward, its gradient
+    next_coefficients: int  # backward, their gradient
+    d_after: int  # (J,N,D), the gradient of what the carrier after the read stands for
+    carried: int
+    d_updates: list[int]
+    d_coefficients: int
+    d_carrier: int
+
+
+def _inputs(arguments: HyperReadArguments, h: Tensor, next_coefficients: Tensor, *backward: Any) -> tuple[Inputs, int]:
+    """The inputs, and the size of a part's own memory."""
+    terms, streams, *_ = arguments.coefficients.shape
+    values, block = streams * (streams + 2), 4 * LANES
+    stride, gate_rows = -(-h.shape[-1] // LANES) * LANES, -(-values // 4) * 4
+    length = -(-streams * stride // block) * block
+    row = length + LANES  # no power of two: otherwise the tokens of a tile would evict each other from the cache
+    tile, slots = LANES if length <= WIDE else LANES // 2, 2 * arguments.steps if backward else 2
+    sizes = Buffers(
+        weights=gate_rows * row,
+        norm=stride,
+        live=tile * row + 4 * stride,  # the last block of four streams reaches beyond them
+        mixed=tile * stride,
+        parts=16 * SQUARE,
+        factors=3 * LANES,
+        projected=gate_rows * LANES,
+        gate_values=2 * streams * LANES,
+        logits=streams * streams * LANES,
+        trace=slots * streams * streams * LANES,
+        exact=2 * -(-streams * streams // LANES) * LANES,
+        gradient=tile * stride if backward else 0,
+        d_after=tile * row + 4 * stride if backward else 0,
+        d_live=tile * row if backward else 0,
+        d_weights=gate_rows * row if backward else 0,
+    )
+    *begins, size = itertools.accumulate(sizes, initial=0)
+    inputs = Inputs(
+        begins,
+        [update.data_ptr() for update in arguments.updates],
+        arguments.coefficients.data_ptr(),
+        [parameter.data_ptr() for parameter in arguments.gates],
+        address_of(arguments.norm),
+        terms,
+        streams,
+        arguments.coefficients[0, 0].numel(),
+        h.shape[-1],
+        arguments.steps,
+        slots,
+        tile,
+        gate_rows,
+        length,
+        stride,
+        row,
+        arguments.eps,
+        arguments.norm_eps,
+        h.data_ptr(),
+        next_coefficients.data_ptr(),
+        *(backward or (0, 0, [], 0, 0)),
+    )
+    return inputs, size
+
+
+@compiled
+def _buffers(memory: int, begins: int) -> Any:
+    n = integers(begins)
+    return Buffers(
+        memory + 4 * n[0],
+        memory + 4 * n[1],
+        memory + 4 * n[2],
+        memory + 4 * n[3],
+        memory + 4 * n[4],
+        memory + 4 * n[5],
+        memory + 4 * n[6],
+        memory + 4 * n[7],
+        memory + 4 * n[8],
+        memory + 4 * n[9],
+        memory + 4 * n[10],
+        memory + 4 * n[11],
+        memory + 4 * n[12],
+        memory + 4 * n[13],
+        memory + 4 * n[14],
+    )
 
 
 def hyper_read(arguments: HyperReadArguments, results: list[Tensor]) -> None:
     h, next_coefficients = results
-    inputs, after, tokens = _inputs(arguments), tokenwise(next_coefficients, 2), h[..., 0].numel()
-    parallel_for(lambda part, first, last: _forward(first, last, inputs, h.data_ptr(), after), tokens)
-
-
-def _inputs(arguments: HyperReadArguments) -> tuple[Any, ...]:
-    """The arguments as compiled code takes them."""
-    update = arguments.updates[0]
-    numbers = (update.shape[-1], arguments.steps, arguments.eps, arguments.norm_eps)
-    return (*_arrays(arguments), *numbers, LIKE[update.dtype])
-
-
-def _arrays(tensors: HyperReadArguments) -> tuple[Any, ...]:
-    """The tensors of the arguments, or of their gradients, as compiled code takes them.
-
-    The weights of a gate value are one row over all streams.
-    """
-    gates = [array(gate.flatten(1) if gate.ndim == 3 else gate) for gate in tensors.gates]
-    return (
-        addresses(tensors.updates),
-        tokenwise(tensors.coefficients, 2),
-        (tuple(gates[0:3]), tuple(gates[3:6]), tuple(gates[6:9])),
-        array(tensors.norm),
-    )
+    inputs, scratch = _inputs(arguments, h, next_coefficients)
+    _forward(inputs, inputs.tokens, h.dtype, scratch)
 
 
 @compiled
-def _project(projected: Any, weight: Any, streams: Any) -> None:
-    """e_g = Σ_j x^j · W_g^j. (G,), (G,J·D), (J·D,)"""
-    for g in range(0, len(weight), 2):
-        other = min(g + 1, len(weight) - 1)
-        projected[g], projected[other] = two_dots(weight[g], weight[other], streams)
+def _place(coefficients: int, k: int, j: int, begin: int, inputs: Any) -> int:
+    """The address of C_k^j of a token, in coefficients or their gradients (·,J,N)."""
+    return coefficients + 4 * ((k * inputs.streams + j) * inputs.tokens + begin)
 
 
 @compiled
-def _sinkhorn(logits: Any, steps: int, trace: Any) -> None:
-    """The matrix after every half-step: columns, rows, columns, … (J,J), (2·steps,J,J) float64
+def _coefficient(coefficients: int, k: int, j: int, begin: int, tokens: int, inputs: Any) -> Any:
+    """C_k^j of a tile."""
+    return read(_place(coefficients, k, j, begin, inputs), types.float32, tokens)
 
-    Computed in linear space, which is fast, or in log space if a row or column would underflow.
-    """
-    size = len(logits)
-    matrix = np.empty((size, size), np.float64)
+
+@compiled
+def _copy_weights(buffers: Any, inputs: Any) -> None:
+    """The weights of all gates in one matrix, with zeros where rows of streams or blocks of gates are filled up."""
+    gates, weights = integers(inputs.gates), buffers.weights
+    for n in range(0, inputs.gate_rows * inputs.row, LANES):
+        put(weights, n, spread(0.0))
+    g = 0
+    for gate in range(3):
+        size = inputs.streams if gate < 2 else inputs.streams * inputs.streams
+        for value in range(size):
+            of_value = gates[3 * gate] + 4 * value * inputs.streams * inputs.width
+            copy_rows(weights, g * inputs.row, of_value, inputs.streams, inputs.width, inputs.stride, types.float32)
+            g += 1
+    if inputs.norm != 0:
+        copy_rows(buffers.norm, 0, inputs.norm, 1, inputs.width, inputs.stride, types.float32)
+
+
+@compiled
+def _live_streams(buffers: Any, begin: int, tokens: int, inputs: Any, kind: Any) -> None:
+    """X^j = Σ_k C_k^j u_k of a tile, and the inverse norm of [X⁰; X¹; …] as its first factor."""
+    updates, live, parts = integers(inputs.updates), buffers.live, buffers.parts
+    size, streams = size_of(kind), inputs.streams
+    for t in range(tokens):
+        square = square_too = spread(0.0)
+        for j in range(0, streams, 2):
+            other = min(j + 1, streams - 1)
+            for d in range(0, inputs.width, LANES):
+                one = two = spread(0.0)
+                at = ((begin + t) * inputs.width + d) * size
+                for k in range(inputs.terms):
+                    x = read(updates[k] + at, kind, inputs.width - d)
+                    one = fma(number_at(_place(inputs.coefficients, k, j, begin, inputs), t), x, one)
+                    two = fma(number_at(_place(inputs.coefficients, k, other, begin, inputs), t), x, two)
+                put(live, t * inputs.row + j * inputs.stride + d, one)
+                square = fma(one, one, square)
+                if other != j:
+                    put(live, t * inputs.row + other * inputs.stride + d, two)
+                    square_too = fma(two, two, square_too)
+        for d in range(streams * inputs.stride, inputs.length, LANES):
+            put(live, t * inputs.row + d, spread(0.0))
+        put(parts, t * LANES, square + square_too)
+    put(buffers.factors, 0, inverse_rms(sums(parts, 0), streams * inputs.width, inputs.eps))
+
+
+@compiled
+def _project(buffers: Any, tokens: int, inputs: Any) -> None:
+    """e_g = Σ_j x^j · W_g^j of a tile."""
+    weights, live, parts = buffers.weights, buffers.live, buffers.parts
+    for g in range(0, inputs.gate_rows, 4):
+        for t in range(0, tokens, 4):
+            block = zero_block(0)
+            for d in range(0, inputs.length, LANES):
+                rows = get_four(weights, g * inputs.row + d, inputs.row)
+                block = add_products(block, rows, get_four(live, t * inputs.row + d, inputs.row))
+            put_block(parts, t * LANES, SQUARE, LANES, block)
+        for n in range(4):
+            put(buffers.projected, (g + n) * LANES, sums(parts, n * SQUARE))
+
+
+@compiled
+def _gate(buffers: Any, gate: int, value: int, inputs: Any) -> Any:
+    """scale · norm · e + bias of one value of a gate."""
+    gates, before = integers(inputs.gates), gate * inputs.streams
+    e, norm = get(buffers.projected, (before + value) * LANES), get(buffers.factors, 0)
+    return fma(number_at(gates[3 * gate + 1], 0) * norm, e, number_at(gates[3 * gate + 2], value))
+
+
+@compiled
+def _gates(buffers: Any, tokens: int, inputs: Any) -> int:
+    """H_pre, H_post and H_res of a tile. -> the place of H_res"""
+    streams = inputs.streams
+    for j in range(streams):
+        put(buffers.gate_values, j * LANES, sigmoid(_gate(buffers, 0, j, inputs)))
+        put(buffers.gate_values, (streams + j) * LANES, sigmoid(_gate(buffers, 1, j, inputs)) * 2)
+    for g in range(streams * streams):
+        put(buffers.logits, g * LANES, _gate(buffers, 2, g, inputs))
+    _sinkhorn(buffers, tokens, inputs)
+    return buffers.trace + 4 * ((2 * inputs.steps - 1) % inputs.slots) * streams * streams * LANES
+
+
+@compiled
+def _sinkhorn(buffers: Any, tokens: int, inputs: Any) -> None:
+    """The matrix after every half-step: columns, rows, columns, …; the last `slots` of them are kept."""
+    size, logits, trace = inputs.streams, buffers.logits, buffers.trace
+    matrix = trace + 4 * (inputs.slots - 1) * size * size * LANES
+    extreme = spread(0.0)
     for j in range(size):
-        highest = logits[0, j]
+        highest = lowest = get(logits, j * LANES)
+        for i in range(1, size):
+            x = get(logits, (i * size + j) * LANES)
+            highest, lowest = where_greater(x, highest, x, highest), where_greater(lowest, x, x, lowest)
+        extreme = where_greater(highest - lowest, spread(SAFE), spread(1.0), extreme)
         for i in range(size):
-            highest = max(highest, logits[i, j])
-        for i in range(size):
-            matrix[i, j] = math.exp(np.float64(logits[i, j]) - highest)
-    for step in range(2 * steps):
+            put(matrix, (i * size + j) * LANES, exp(get(logits, (i * size + j) * LANES) - highest))
+    for step in range(2 * inputs.steps):
+        after = trace + 4 * (step % inputs.slots) * size * size * LANES
+        along, across = (size * LANES, LANES) if step % 2 == 0 else (LANES, size * LANES)
         for a in range(size):
-            total = 0.0
+            mass = spread(0.0)
             for b in range(size):
-                total += matrix[b, a] if step % 2 == 0 else matrix[a, b]
-            if total < 1e-200:
-                _sinkhorn_in_log_space(logits, steps, trace)
-                return
+                mass = mass + get(matrix, a * across + b * along)
+            share = spread(1.0) / mass
             for b in range(size):
-                if step % 2 == 0:
-                    matrix[b, a] /= total
+                put(after, a * across + b * along, get(matrix, a * across + b * along) * share)
+        matrix = after
+    for a in range(size):  # the last rows sum to one but for rounding: equal streams stay equal only if they do
+        rest = spread(1.0)
+        for b in range(size):
+            rest = rest - get(matrix, (a * size + b) * LANES)
+        put(matrix, (a * size + a) * LANES, get(matrix, (a * size + a) * LANES) + rest)
+    if total(extreme, tokens) > 0:
+        put(buffers.parts, 0, extreme)
+        extremes = pointer(buffers.parts, types.float32)
+        for t in range(tokens):
+            if extremes[t] > 0:
+                _exact_sinkhorn(buffers, t, inputs)
+
+
+@compiled
+def _exact_sinkhorn(buffers: Any, t: int, inputs: Any) -> None:
+    """`_sinkhorn` of one token in float64: in linear space, or in log space if a row or column would underflow."""
+    size, logits = inputs.streams, pointer(buffers.logits + 4 * t, types.float32)
+    matrix = pointer(buffers.exact, types.float64)
+    for in_log_space in (False, True):
+        for j in range(size):
+            highest = logits[j * LANES]
+            for i in range(size):
+                highest = max(highest, logits[(i * size + j) * LANES])
+            for i in range(size):
+                x = types.float64(logits[(i * size + j) * LANES]) - highest
+                matrix[i * size + j] = x if in_log_space else math.exp(x)
+        vanished = False
+        for step in range(2 * inputs.steps):
+            along, across = (size, 1) if step % 2 == 0 else (1, size)
+            for a in range(size):
+                mass = 0.0
+                if in_log_space:
+                    highest_log = matrix[a * across]
+                    for b in range(size):
+                        highest_log = max(highest_log, matrix[a * across + b * along])
+                    for b in range(size):
+                        mass += math.exp(matrix[a * across + b * along] - highest_log)
+                    for b in range(size):
+                        matrix[a * across + b * along] -= highest_log + math.log(mass)
                 else:
-                    matrix[a, b] /= total
-        trace[step] = matrix
+                    for b in range(size):
+                        mass += matrix[a * across + b * along]
+                    vanished = vanished or mass < 1e-200
+                    for b in range(size):
+                        matrix[a * across + b * along] /= mass
+            kept = pointer(buffers.trace + 4 * ((step % inputs.slots) * size * size * LANES + t), types.float32)
+            for g in range(size * size):
+                kept[g * LANES] = math.exp(matrix[g]) if in_log_space else matrix[g]
+        if not vanished:
+            return
 
 
 @compiled
-def _sinkhorn_in_log_space(logits: Any, steps: int, trace: Any) -> None:
-    size = len(logits)
-    work = logits.astype(np.float64)
-    for step in range(2 * steps):
-        for a in range(size):
-            row_or_column = work[:, a] if step % 2 == 0 else work[a]
-            highest = row_or_column.max()
-            total = 0.0
-            for b in range(size):
-                total += math.exp(row_or_column[b] - highest)
-            for b in range(size):
-                row_or_column[b] -= highest + math.log(total)
-        trace[step] = np.exp(work)
+def _mix(buffers: Any, tokens: int, inputs: Any) -> None:
+    """Σ_j H_pre^j X^j of a tile; if there is a norm, the inverse norm as its second factor."""
+    live, mixed = buffers.live, buffers.mixed
+    parts, gate_values = buffers.parts, buffers.gate_values
+    for t in range(tokens):
+        square = spread(0.0)
+        for d in range(0, inputs.stride, LANES):
+            x = spread(0.0)
+            for j in range(inputs.streams):
+                x = fma(number_at(gate_values, j * LANES + t), get(live, t * inputs.row + j * inputs.stride + d), x)
+            put(mixed, t * inputs.stride + d, x)
+            square = fma(x, x, square)
+        put(parts, t * LANES, square)
+    put(buffers.factors, LANES, inverse_rms(sums(parts, 0), inputs.width, inputs.norm_eps))
 
 
-@compiled
-def by_gate(values: Any, streams: int) -> Any:
-    """The values of H_pre, H_post and H_res. (G,) -> (J,), (J,), (J·J,)"""
-    return values[:streams], values[streams : 2 * streams], values[2 * streams :]
-
-
-@compiled
-def _gates(streams: Any, scale: Any, gates: Any, projected: Any, read_gate: Any, write_gate: Any, logits: Any) -> None:
-    """H_pre, H_post and the logits of H_res from the streams (J·D,) of a token; stores the projections (G,)."""
-    pre, post, mixing = gates
-    size = len(read_gate)
-    pre_projected, post_projected, mixing_projected = by_gate(projected, size)
-    _project(pre_projected, pre[0], streams)
-    _project(post_projected, post[0], streams)
-    _project(mixing_projected, mixing[0], streams)
-    for j in range(size):
-        read_gate[j] = gate_value(pre, j, scale, pre_projected)
-        write_gate[j] = 2 * gate_value(post, j, scale, post_projected)
-        for i in range(size):
-            g = i * size + j
-            logits[i, j] = mixing[1][0] * scale * mixing_projected[g] + mixing[2][g]
-
-
-@compiled
-def _forward(first: int, last: int, inputs: Any, output: int, next_coefficients: Any) -> None:
-    updates, coefficients, gates, norm, width, steps, eps, norm_eps, like = inputs
-    size, count = coefficients.shape[1], len(updates)
-    live, row = np.empty((size, width), np.float32), np.empty(width, np.float32)
-    streams = live.reshape(size * width)
-    projected, logits = np.empty(size * (size + 2), np.float32), np.empty((size, size), np.float32)
-    read_gate, write_gate = np.empty((2, size), np.float32)
-    trace = np.empty((2 * steps, size, size), np.float64)
-    for t in range(first, last):
-        live_streams(live, updates, coefficients, t, like)
-        scale = inverse_norm(dot(streams, streams), len(streams), eps)
-        _gates(streams, scale, gates, projected, read_gate, write_gate, logits)
-        _sinkhorn(logits, steps, trace)
-        for i in range(size):
-            for k in range(count):
-                total = 0.0
-                for j in range(size):
-                    total += trace[-1, i, j] * coefficients[k, j, t]
-                next_coefficients[k, i, t] = total
-            next_coefficients[count, i, t] = write_gate[i]
-        row[:] = 0
-        add_rows(row, read_gate, live)
-        if len(norm) > 0:
-            normalize(row, norm, dot(row, row), norm_eps)
-        store(row_of(output, t, width, like), row)
+@kernel(Inputs)
+def _forward(first: int, last: int, _: int, scratch: int, table: int, kind: Any) -> None:
+    inputs = unpack(table, Inputs)
+    buffers = _buffers(scratch, inputs.buffers)
+    streams, count, mixed = inputs.streams, inputs.terms, buffers.mixed
+    _copy_weights(buffers, inputs)
+    for begin in range(first, last, inputs.tile):
+        tokens = min(inputs.tile, last - begin)
+        _live_streams(buffers, begin, tokens, inputs, kind)
+        _project(buffers, tokens, inputs)
+        matrix = _gates(buffers, tokens, inputs)
+        _mix(buffers, tokens, inputs)
+        for k in range(count):
+            for i in range(streams):
+                x = spread(0.0)
+                for j in range(streams):
+                    coefficient = _coefficient(inputs.coefficients, k, j, begin, tokens, inputs)
+                    x = fma(get(matrix, (i * streams + j) * LANES), coefficient, x)
+                write(_place(inputs.next_coefficients, k, i, begin, inputs), types.float32, tokens, x)
+        for j in range(streams):
+            x = get(buffers.gate_values, (streams + j) * LANES)
+            write(_place(inputs.next_coefficients, count, j, begin, inputs), types.float32, tokens, x)
+        for t in range(tokens):
+            factor = number_at(buffers.factors, LANES + t)
+            for d in range(0, inputs.width, LANES):
+                x = get(mixed, t * inputs.stride + d)
+                if inputs.norm != 0:
+                    x = x * factor * get(buffers.norm, d)
+                at = (begin + t) * inputs.width + d
+                write(inputs.h + at * size_of(kind), kind, inputs.width - d, x)
 
 
 def hyper_read_backward(
-    d_h: Tensor, d_next: Tensor, arguments: HyperReadArguments, gradients: HyperReadArguments
+    d_h: Tensor, d_next: Tensor, d_live: Tensor | None, arguments: HyperReadArguments, gradients: HyperReadArguments
 ) -> None:
-    inputs, d_after = _inputs(arguments), tokenwise(d_next, 2)
-
-    def work(first: int, last: int, own: list[Any]) -> None:
-        *gates, norm = own
-        _backward(first, last, inputs, d_h.data_ptr(), d_after, _arrays(gradients._replace(gates=gates, norm=norm)))
-
-    parallel_sums(work, d_h[..., 0].numel(), [*gradients.gates, gradients.norm])
+    inputs, scratch = _inputs(
+        arguments,
+        d_h,
+        d_next,
+        address_of(d_live),
+        arguments.carried,
+        [update.data_ptr() for update in gradients.updates],
+        gradients.coefficients.data_ptr(),
+        address_of(gradients.carrier),
+    )
+    _backward(inputs, inputs.tokens, d_h.dtype, scratch, [*gradients.gates, gradients.norm])
 
 
 @compiled
-def _sinkhorn_backward(trace: Any, d_matrix: Any) -> None:
-    """Turns the gradient (J,J) of the last matrix into that of the logits: a half-step L' = L − lse(L) has
+def _add_to_sums(into: int, buffer: int, count: int) -> None:
+    """Add the numbers of a buffer to float64 sums."""
+    found, all_tiles = pointer(buffer, types.float32), pointer(into, types.float64)
+    for n in range(count):
+        all_tiles[n] += found[n]
+
+
+@compiled
+def _normalize_backward(buffers: Any, d_norm: int, tokens: int, inputs: Any) -> None:
+    """Turn the gradient of the normalized branch input into that of the branch input; add the weight's to sums."""
+    gradient, mixed, norm_row = buffers.gradient, buffers.mixed, buffers.norm
+    parts, factors, stride = buffers.parts, buffers.factors, inputs.stride
+    for t in range(tokens):
+        product = spread(0.0)
+        for d in range(0, stride, LANES):
+            x = get(gradient, t * stride + d) * get(mixed, t * stride + d)
+            product = fma(x, get(norm_row, d), product)
+        put(parts, t * LANES, product)
+    factor = get(factors, LANES)
+    put(factors, 2 * LANES, factor * factor * factor * sums(parts, 0) / inputs.width)
+    for d in range(0, stride, LANES):
+        weight, d_weight = get(norm_row, d), spread(0.0)
+        for t in range(tokens):
+            x, y = get(gradient, t * stride + d), get(mixed, t * stride + d)
+            scaled = number_at(factors, LANES + t) * x
+            d_weight = fma(scaled, y, d_weight)
+            put(gradient, t * stride + d, scaled * weight - number_at(factors, 2 * LANES + t) * y)
+        put(parts, d % SQUARE, d_weight)
+        _add_to_sums(d_norm + 8 * d, parts + 4 * (d % SQUARE), min(LANES, inputs.width - d))
+
+
+@compiled
+def _dots_with_streams(buffers: Any, rows: int, stride: int, streams: int, j: int, tokens: int, inputs: Any) -> None:
+    """The dot products of a tile's rows with two streams, from j on, each in LANES parts."""
+    parts, other = buffers.parts, min(j + 1, inputs.streams - 1)
+    for t in range(tokens):
+        one = two = spread(0.0)
+        first, second = t * inputs.row + j * inputs.stride, t * inputs.row + other * inputs.stride
+        for d in range(0, inputs.stride, LANES):
+            x = get(rows, t * stride + d)
+            one, two = fma(x, get(streams, first + d), one), fma(x, get(streams, second + d), two)
+        put(parts, t * LANES, one)
+        put(parts, SQUARE + t * LANES, two)
+
+
+@compiled
+def _matrix_gradient(buffers: Any, begin: int, tokens: int, inputs: Any) -> None:
+    """dH_res[i, j] = Σ_k d_next[k, i] C_k^j + d_after^i · X^j, in place of the logits."""
+    streams, stride, parts = inputs.streams, inputs.stride, buffers.parts
+    after, live = buffers.d_after, buffers.live
+    for row in range(0, streams, 4):
+        for column in range(0, streams, 4):
+            if inputs.d_after != 0:
+                for t in range(tokens):
+                    block = zero_block(0)
+                    for d in range(0, stride, LANES):
+                        rows = get_four(after, t * inputs.row + row * stride + d, stride)
+                        columns = get_four(live, t * inputs.row + column * stride + d, stride)
+                        block = add_products(block, rows, columns)
+                    put_block(parts, t * LANES, 4 * SQUARE, SQUARE, block)
+            for i in range(row, min(row + 4, streams)):
+                for j in range(column, min(column + 4, streams)):
+                    x = spread(0.0)
+                    if inputs.d_after != 0:
+                        x = sums(parts, (4 * (i - row) + j - column) * SQUARE)
+                    for k in range(inputs.terms):
+                        d_next = _coefficient(inputs.next_coefficients, k, i, begin, tokens, inputs)
+                        x = fma(d_next, _coefficient(inputs.coefficients, k, j, begin, tokens, inputs), x)
+                    put(buffers.logits, (i * streams + j) * LANES, x)
+
+
+@compiled
+def _sinkhorn_backward(buffers: Any, inputs: Any) -> None:
+    """Turn the gradient of the last matrix into that of the logits: a half-step L' = L − lse(L) has
     dL = dL' − exp(L') Σ dL', summed over what it normalized."""
-    size = len(d_matrix)
-    for i in range(size):
-        for j in range(size):
-            d_matrix[i, j] *= trace[-1, i, j]
-    for step in range(len(trace) - 1, -1, -1):
+    size, d_matrix = inputs.streams, buffers.logits
+    for step in range(2 * inputs.steps - 1, -1, -1):
+        matrix = buffers.trace + 4 * step * size * size * LANES
+        along, across = (size * LANES, LANES) if step % 2 == 0 else (LANES, size * LANES)
+        if step == 2 * inputs.steps - 1:
+            for n in range(0, size * size * LANES, LANES):
+                put(d_matrix, n, get(d_matrix, n) * get(matrix, n))
         for a in range(size):
-            total = 0.0
+            change = spread(0.0)
             for b in range(size):
-                total += d_matrix[b, a] if step % 2 == 0 else d_matrix[a, b]
+                change = change - get(d_matrix, a * across + b * along)
             for b in range(size):
-                if step % 2 == 0:
-                    d_matrix[b, a] -= trace[step, b, a] * total
-                else:
-                    d_matrix[a, b] -= trace[step, a, b] * total
+                at = a * across + b * along
+                put(d_matrix, at, fma(change, get(matrix, at), get(d_matrix, at)))
 
 
 @compiled
-def _backward(first: int, last: int, inputs: Any, d_output: int, d_next: Any, gradients: Any) -> None:
-    updates, coefficients, gates, norm, width, steps, eps, norm_eps, like = inputs
-    d_updates, d_coefficients, d_gates, d_norm = gradients
-    (pre, post, mixing), (d_pre, d_post, d_mixing) = gates, d_gates
-    size, count = coefficients.shape[1], len(updates)
-    live, d_live = np.empty((size, width), np.float32), np.empty((size, width), np.float32)
-    streams, d_streams = live.reshape(size * width), d_live.reshape(size * width)
-    row, gradient = np.empty(width, np.float32), np.empty(width, np.float32)
-    projected = np.empty(size * (size + 2), np.float32)
-    de_pre, de_post, de_mixing = by_gate(projected, size)  # the projections, later their gradients
-    logits = np.empty((size, size), np.float32)
-    read_gate, write_gate = np.empty((2, size), np.float32)
-    trace, d_matrix = np.empty((2 * steps, size, size), np.float64), np.empty((size, size), np.float64)
-    for t in range(first, last):
-        live_streams(live, updates, coefficients, t, like)
-        scale = inverse_norm(dot(streams, streams), len(streams), eps)
-        _gates(streams, scale, gates, projected, read_gate, write_gate, logits)
-        _sinkhorn(logits, steps, trace)
-        load(gradient, row_of(d_output, t, width, like))
-        if len(norm) > 0:
-            row[:] = 0
-            add_rows(row, read_gate, live)
-            normalize_backward(gradient, row, norm, dot(row, row), norm_eps, d_norm)
-        for i in range(size):
-            for j in range(size):
-                d_matrix[i, j] = 0
-                for k in range(count):
-                    d_matrix[i, j] += d_next[k, i, t] * coefficients[k, j, t]
-        for k in range(count):
-            for j in range(size):
-                carried = 0.0
-                for i in range(size):
-                    carried += trace[-1, i, j] * d_next[k, i, t]
-                d_coefficients[k, j, t] = carried
-        _sinkhorn_backward(trace, d_matrix)
-        d_scale = np.float32(0)
-        for j in range(size):
-            dz = dot(gradient, live[j]) * read_gate[j] * (1 - read_gate[j])
-            d_scale += gate_backward(dz, j, pre, d_pre, scale, de_pre)
-            dz = d_next[count, j, t] * write_gate[j] * (1 - write_gate[j] / 2)
-            d_scale += gate_backward(dz, j, post, d_post, scale, de_post)
-        for g in range(size * size):
-            dz = np.float32(d_matrix[g // size, g % size])
-            d_scale += gate_backward(dz, g, mixing, d_mixing, scale, de_mixing)
-        scaled(d_streams, norm_backward(d_scale, scale, len(streams)), streams)
-        add_rows(d_streams, de_pre, pre[0])
-        add_rows(d_streams, de_post, post[0])
-        add_rows(d_streams, de_mixing, mixing[0])
-        for j in range(size):
-            add(d_live[j], read_gate[j], gradient)
-            add_to_two(d_pre[0][j], d_post[0][j], de_pre[j], de_post[j], streams)
-        for g in range(0, size * size - 1, 2):
-            add_to_two(d_mixing[0][g], d_mixing[0][g + 1], de_mixing[g], de_mixing[g + 1], streams)
-        if size % 2 == 1:
-            add(d_mixing[0][size * size - 1], de_mixing[size * size - 1], streams)
-        for k in range(count):
-            load(row, row_of(updates[k], t, width, like))
-            for j in range(size):
-                d_coefficients[k, j, t] += dot(row, d_live[j])
-            row[:] = 0
-            for j in range(size):
-                add(row, coefficients[k, j, t], d_live[j])
-            store(row_of(d_updates[k], t, width, like), row)
+def _gates_backward(buffers: Any, totals: int, begin: int, tokens: int, inputs: Any) -> None:
+    """Turn the projections into their gradients; add those of scales and biases to sums.
+
+    The third factor becomes that of X in its own gradient, through its norm.
+    """
+    streams, gates = inputs.streams, integers(inputs.gates)
+    parts, gate_values, factors = buffers.parts, buffers.gate_values, buffers.factors
+    norm, d_norm, g = get(factors, 0), spread(0.0), 0
+    for gate in range(3):
+        size = streams if gate < 2 else streams * streams
+        scale, d_scale = number_at(gates[3 * gate + 1], 0), spread(0.0)
+        totals += 8 * size * streams * inputs.width  # beyond the weight: scale and bias
+        found = pointer(totals, types.float64)
+        for n in range(size):
+            if gate == 0:
+                if n % 2 == 0:
+                    live, gradient = buffers.live, buffers.gradient
+                    _dots_with_streams(buffers, gradient, inputs.stride, live, n, tokens, inputs)
+                value = get(gate_values, n * LANES)
+                dz = sums(parts, (n % 2) * SQUARE) * value * (spread(1.0) - value)
+            elif gate == 1:
+                value = get(gate_values, (streams + n) * LANES)
+                d_value = _coefficient(inputs.next_coefficients, inputs.terms, n, begin, tokens, inputs)
+                dz = d_value * value * (spread(1.0) - value * 0.5)
+            else:
+                dz = get(buffers.logits, n * LANES)
+            e = get(buffers.projected, g * LANES)
+            found[1 + n] += total(dz, tokens)
+            d_scale = fma(dz, e, d_scale)
+            put(buffers.projected, g * LANES, dz * scale * norm)
+            g += 1
+        found[0] += total(d_scale * norm, tokens)
+        d_norm = fma(d_scale, scale, d_norm)
+        totals += 8 * (1 + size)
+    put(factors, 2 * LANES, spread(0.0) - d_norm * norm * norm * norm / (streams * inputs.width))
+
+
+@compiled
+def _stream_gradients(buffers: Any, begin: int, tokens: int, matrix: int, inputs: Any, kind: Any) -> None:
+    """dX^j = Σ_g de_g W_g^j + factor · X^j + H_pre^j dh + Σ_i H_res[i, j] d_after^i"""
+    weights, live, d_live = buffers.weights, buffers.live, buffers.d_live
+    after, gradient, factors = buffers.d_after, buffers.gradient, buffers.factors
+    streams, stride = inputs.streams, inputs.stride
+    for d in range(0, inputs.length, 4 * LANES):
+        for t in range(0, tokens, 4):
+            block = zero_block(0)
+            for g in range(streams * (streams + 2)):
+                numbers = four_numbers_at(buffers.projected, g * LANES + t, 1)
+                block = add_products(block, numbers, get_four(weights, g * inputs.row + d, LANES))
+            put_block(d_live, t * inputs.row + d, inputs.row, LANES, block)
+    for t in range(tokens):
+        factor = number_at(factors, 2 * LANES + t)
+        for j in range(streams):
+            gate = number_at(buffers.gate_values, j * LANES + t)
+            for d in range(0, inputs.width, LANES):
+                at = t * inputs.row + j * stride + d
+                x = fma(factor, get(live, at), get(d_live, at))
+                x = fma(gate, get(gradient, t * stride + d), x)
+                if inputs.d_after != 0:
+                    for i in range(streams):
+                        share = number_at(matrix, (i * streams + j) * LANES + t)
+                        x = fma(share, get(after, t * inputs.row + i * stride + d), x)
+                put(d_live, at, x)
+                if inputs.d_carrier != 0:
+                    place = (j * inputs.tokens + begin + t) * inputs.width + d
+                    write(inputs.d_carrier + place * size_of(kind), kind, inputs.width - d, x)
+
+
+@compiled
+def _add_weight_gradients(buffers: Any, tokens: int, inputs: Any) -> None:
+    """dW_g^j += de_g X^j over a tile."""
+    projected, live, d_weights = buffers.projected, buffers.live, buffers.d_weights
+    for d in range(0, inputs.length, 4 * LANES):
+        for g in range(0, inputs.gate_rows, 4):
+            block = get_block(d_weights, g * inputs.row + d, inputs.row, LANES)
+            for t in range(tokens):
+                numbers = four_numbers_at(projected, g * LANES + t, LANES)
+                block = add_products(block, numbers, get_four(live, t * inputs.row + d, LANES))
+            put_block(d_weights, g * inputs.row + d, inputs.row, LANES, block)
+
+
+@compiled
+def _flush(buffers: Any, totals: int, inputs: Any) -> None:
+    """Add the gradients of the weights over some tiles to sums, and start again."""
+    streams, d_weights, g = inputs.streams, buffers.d_weights, 0
+    for gate in range(3):
+        size = streams if gate < 2 else streams * streams
+        for _ in range(size):
+            for j in range(streams):
+                _add_to_sums(totals, d_weights + 4 * (g * inputs.row + j * inputs.stride), inputs.width)
+                totals += 8 * inputs.width
+            g += 1
+        totals += 8 * (1 + size)
+    for n in range(0, inputs.gate_rows * inputs.row, LANES):
+        put(d_weights, n, spread(0.0))
+
+
+@compiled
+def _term_gradients(buffers: Any, begin: int, tokens: int, matrix: int, inputs: Any, kind: Any) -> None:
+    """dC_k = H_resᵀ d_next[k]; for terms with gradients of their own also + u_k · dX, and du_k = Σ_j C_k^j dX^j."""
+    streams, stride, count = inputs.streams, inputs.stride, inputs.terms
+    updates, d_updates = integers(inputs.updates), integers(inputs.d_updates)
+    d_live, rows, parts = buffers.d_live, buffers.mixed, buffers.parts
+    begun = begin * inputs.width * size_of(kind)
+    for k in range(count):
+        fresh = k >= inputs.carried
+        if fresh:
+            copy_rows(rows, 0, updates[k] + begun, tokens, inputs.width, stride, kind)
+            for t in range(tokens):
+                for d in range(0, inputs.width, LANES):
+                    x = spread(0.0)
+                    for j in range(streams):
+                        c = number_at(_place(inputs.coefficients, k, j, begin, inputs), t)
+                        x = fma(c, get(d_live, t * inputs.row + j * stride + d), x)
+                    place = d_updates[k - inputs.carried] + begun + (t * inputs.width + d) * size_of(kind)
+                    write(place, kind, inputs.width - d, x)
+        for j in range(streams):
+            x = spread(0.0)
+            if fresh:
+                if j % 2 == 0:
+                    _dots_with_streams(buffers, rows, stride, d_live, j, tokens, inputs)
+                x = sums(parts, (j % 2) * SQUARE)
+            for i in range(streams):
+                d_next = _coefficient(inputs.next_coefficients, k, i, begin, tokens, inputs)
+                x = fma(get(matrix, (i * streams + j) * LANES), d_next, x)
+            write(_place(inputs.d_coefficients, k, j, begin, inputs), types.float32, tokens, x)
+
+
+@kernel(Inputs)
+def _backward(first: int, last: int, totals: int, scratch: int, table: int, kind: Any) -> None:
+    inputs = unpack(table, Inputs)
+    buffers = _buffers(scratch, inputs.buffers)
+    streams, size, flushed = inputs.streams, size_of(kind), first
+    sizes = streams * (streams + 2)
+    d_norm = totals + 8 * (sizes * streams * inputs.width + 3 + sizes)
+    _copy_weights(buffers, inputs)
+    for n in range(0, inputs.gate_rows * inputs.row, LANES):
+        put(buffers.d_weights, n, spread(0.0))
+    for begin in range(first, last, inputs.tile):
+        tokens, begun = min(inputs.tile, last - begin), begin * inputs.width * size
+        _live_streams(buffers, begin, tokens, inputs, kind)
+        _project(buffers, tokens, inputs)
+        matrix = _gates(buffers, tokens, inputs)
+        copy_rows(buffers.gradient, 0, inputs.h + begun, tokens, inputs.width, inputs.stride, kind)
+        if inputs.norm != 0:
+            _mix(buffers, tokens, inputs)
+            _normalize_backward(buffers, d_norm, tokens, inputs)
+        if inputs.d_after != 0:
+            for t in range(tokens):
+                for j in range(streams):
+                    row = inputs.d_after + ((j * inputs.tokens + begin + t) * inputs.width) * size
+                    into = t * inputs.row + j * inputs.stride
+                    copy_rows(buffers.d_after, into, row, 1, inputs.width, inputs.stride, kind)
+        _matrix_gradient(buffers, begin, tokens, inputs)
+        _sinkhorn_backward(buffers, inputs)
+        _gates_backward(buffers, totals, begin, tokens, inputs)
+        _stream_gradients(buffers, begin, tokens, matrix, inputs, kind)
+        _add_weight_gradients(buffers, tokens, inputs)
+        _term_gradients(buffers, begin, tokens, matrix, inputs, kind)
+        if begin + tokens - flushed >= FLUSH * inputs.tile or begin + tokens == last:
+            _flush(buffers, totals, inputs)
+            flushed = begin + tokens

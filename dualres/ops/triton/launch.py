@@ -15,6 +15,7 @@ INTERPRETED: bool = triton.knobs.runtime.interpret
 TOKENS = 64 if INTERPRETED else 1
 RESIDENT_WARPS = 8 if INTERPRETED else 2048  # about what a large GPU keeps in flight
 MAX_WARPS = 16  # also the maximum of a workgroup of 64-lane AMD waves
+LANES = 128  # tokens per program of the kernels on token-wise numbers
 VECTOR = 8  # elements of a row per thread: 16 bytes of bfloat16
 
 
@@ -63,6 +64,12 @@ def columns(tokens: int, width: int, sums: int, streams: int) -> Tiling:
     vector = max(1, min(VECTOR, 64 // triton.next_power_of_2(sums)))
     warps = max(count for count in (1, 2, 4) if count == 1 or 32 * vector * count <= width)
     return Tiling((), warps, Shape(width, TOKENS, 32 * vector * warps, streams)).by_columns(tokens)
+
+
+def lanes(tokens: int, streams: int = 1) -> Tiling:
+    """Tiles for token-wise numbers, with one token per lane of a program."""
+    shape = Shape(D=1, TOKENS=LANES, WIDTH=1, STREAMS=streams, PADDED=triton.next_power_of_2(streams))
+    return Tiling((triton.cdiv(tokens, LANES),), 4, shape)
 
 
 def pointers(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -43,21 +43,28 @@ def prefix(arguments: PrefixArguments, results: list[Tensor]) -> None:
 
 
 def prefix_backward(
-    d_retrieved: list[Tensor], d_partition: list[Tensor], saved: SavedPrefix, gradients: PrefixArguments
+    d_retrieved: list[Tensor],
+    d_partition: list[Tensor],
+    d_carried: list[Tensor],
+    saved: SavedPrefix,
+    gradients: PrefixArguments,
 ) -> None:
-    """`autograd.prefix.backward`: one pass over the history for d h̃ · v, token-wise algebra, one for the gradients."""
+    """`autograd.prefix.backward`: one pass over the history for d h̃ · v, token-wise algebra, one for the gradients.
+
+    A history of one state has weight 1, whatever the products.
+    """
     sets, outputs, width = saved.queries.shape
     states, streams, tokens = len(saved.history), len(saved.history[0]), saved.norms[0, 0].numel()
-    history, products = pointers(saved.history), torch.empty_like(saved.logits)  # (R,U,O,B,T)
+    history, products = pointers(saved.history), torch.zeros_like(saved.logits)  # (R,U,O,B,T)
     group = group_size(sets, outputs, width)
     tiling = rows(tokens, width, group * outputs, streams)
-    for first in range(0, sets, group):
+    for first in range(0, sets if states > 1 else 0, group):
         own = (tuple(d_retrieved[first : first + group]), products[:, first : first + group])
         launch(_products, tiling, history, *own, tokens, states, sets * outputs, VALUE=tuple(saved.value))
     softmax = _softmax_backward(products, d_partition, saved, width)
     tiling = columns(tokens, width, 2 * sets * outputs, streams)
     partial = saved.queries.new_empty(tiling.grid[1], *saved.queries.shape)  # (chunks,U,O,D)
-    inputs = (history, saved.queries, tuple(d_retrieved), softmax)
+    inputs = (history, saved.queries, tuple(d_retrieved), pointers(d_carried), softmax)
     results = (pointers(gradients.history), partial)
     launch(_prefix_backward, tiling, inputs, results, tokens, states, tiling.chunk, **route(saved))
     torch.sum(partial, 0, out=gradients.queries)
@@ -122,7 +129,7 @@ def _prefix(
         streams, scales = (), ()
         for j in tl.static_range(SHAPE.STREAMS):
             stream = now[j].to(tl.float32)
-            scale = tiles.inverse_rms((stream,), eps, SHAPE.D)
+            scale = tiles.inverse_rms(tl.sum(stream * stream, 1), eps, SHAPE.D)
             tiles.store_number(norms, r * SHAPE.STREAMS + j, tile, scale)
             streams, scales = streams + (stream,), scales + (scale,)
         new_sums, new_largest, new_mass = (), (), ()
@@ -160,8 +167,9 @@ def _products(
 def _prefix_backward(
     inputs, results, tokens: tl.int64, states, chunk, KEY: tl.constexpr, VALUE: tl.constexpr, SHAPE: tl.constexpr
 ):
-    """dv = Σ p dh̃ + Σ (da rstd) q − shrink · v, and the chunk's part of dq = Σ (da rstd) v."""
-    history, queries, d_retrieved, softmax = inputs
+    """dv = Σ p dh̃ + Σ (da rstd) q − shrink · v + what later readers send back, and the chunk's part of
+    dq = Σ (da rstd) v."""
+    history, queries, d_retrieved, d_carried, softmax = inputs
     d_history, partial = results
     OUTPUTS: tl.constexpr = len(KEY)
     PAIRS: tl.constexpr = len(d_retrieved) * OUTPUTS
@@ -189,5 +197,7 @@ def _prefix_backward(
                     if VALUE[n % OUTPUTS] == j:
                         weight = tiles.load_number(softmax.weights, r * PAIRS + n, tile)[:, None]
                         d_stream += weight * gradients[n].to(tl.float32)
+                if len(d_carried) > 0:
+                    d_stream += tiles.load_row(tiles.pick(d_carried, r) + j * tokens * SHAPE.D, tile)
                 tiles.store_row(d_state + j * tokens * SHAPE.D, tile, d_stream)
     tiles.store_sums(partial, d_queries, column, SHAPE.D)

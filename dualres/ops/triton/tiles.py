@@ -1,6 +1,6 @@
 """Tile operations of the kernels: loads, stores, the sum of the live streams, the norm, and their gradients."""
 # N tokens  D width  J streams  K updates
-# ruff: noqa: N803
+# ruff: noqa: N803, N806
 # mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator, assignment"
 
 from typing import Any, NamedTuple
@@ -41,20 +41,26 @@ def rows_of_program(tokens, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def load_number(numbers, n, tile):
-    """The tile's part of `numbers[n]`, where numbers are (…,N)."""
-    return tl.load(numbers + n * tile.tokens + tile.token, tile.present, other=0.0)
+def load_number(numbers, n, tile, wanted=True):
+    """The tile's part of `numbers[n]`, where numbers are (…,N); zeros if not `wanted`."""
+    return tl.load(numbers + n * tile.tokens + tile.token, tile.present & wanted, other=0.0)
 
 
 @triton.jit
-def store_number(numbers, n, tile, number):
-    tl.store(numbers + n * tile.tokens + tile.token, number, tile.present)
+def store_number(numbers, n, tile, number, wanted=True):
+    tl.store(numbers + n * tile.tokens + tile.token, number, tile.present & wanted)
+
+
+@triton.jit
+def load_stored(stream, tile):
+    """The tile of a stream (N,D), as stored."""
+    return tl.load(stream + tile.at, tile.mask, other=0.0)
 
 
 @triton.jit
 def load_row(stream, tile):
     """The tile of a stream (N,D), in float32."""
-    return tl.load(stream + tile.at, tile.mask, other=0.0).to(tl.float32)
+    return load_stored(stream, tile).to(tl.float32)
 
 
 @triton.jit
@@ -87,28 +93,52 @@ def pick(pointers, index):
 
 
 @triton.jit
-def inverse_rms(streams, eps, D: tl.constexpr):
-    """1 / √(mean x² + eps) over all streams together."""
-    total = tl.sum(streams[0] * streams[0], 1)
-    for j in tl.static_range(1, len(streams)):
-        total += tl.sum(streams[j] * streams[j], 1)
-    return tl.rsqrt(total / (len(streams) * D) + eps)
+def row_sums(rows):
+    """The sums of rows (TOKENS, WIDTH) over their columns, a tuple of (TOKENS,): one reduction for all of them.
+
+    The warps of a program meet for every reduction, so each costs about as much as a row.
+    """
+    COUNT: tl.constexpr = len(rows)
+    LEVELS: tl.constexpr = (COUNT > 1) + (COUNT > 2) + (COUNT > 4) + (COUNT > 8) + (COUNT > 16) + (COUNT > 32)
+    tl.static_assert(COUNT <= 64)
+    level = rows
+    for _ in tl.static_range((1 << LEVELS) - COUNT):
+        level = level + (tl.zeros_like(rows[0]),)
+    for _ in tl.static_range(LEVELS):
+        pairs = ()
+        for n in tl.static_range(len(level) // 2):
+            pairs = pairs + (tl.join(level[2 * n], level[2 * n + 1]),)
+        level = pairs
+    totals = (tl.sum(level[0], 1),)
+    for _ in tl.static_range(LEVELS):
+        parts = ()
+        for n in tl.static_range(len(totals)):
+            parts = parts + tl.split(totals[n])
+        totals = parts
+    return totals[0:COUNT]
+
+
+@triton.jit
+def inverse_rms(square, eps, COUNT: tl.constexpr):
+    """1 / √(mean x² + eps) of `COUNT` elements, given the sum of their squares."""
+    return tl.rsqrt(square / COUNT + eps)
 
 
 @triton.jit
 def norm_forward(row, norm, eps, tile):
     """The branch's RMSNorm of its input, or the input itself without a norm."""
     if norm is not None:
-        row = row * inverse_rms((row,), eps, tile.D)[:, None] * parameter(norm, tile)
+        row = row * inverse_rms(tl.sum(row * row, 1), eps, tile.D)[:, None] * parameter(norm, tile)
     return row
 
 
 @triton.jit
 def norm_backward(d_y, row, norm, eps, tile):
     """dh = r g − r³ (g·h)/D h with g = w ⊙ dy. -> dh, and its factors r and r³ (g·h)/D"""
-    r = inverse_rms((row,), eps, tile.D)
     d_row = d_y * parameter(norm, tile)
-    shrink = r * r * r * tl.sum(d_row * row, 1) / tile.D
+    square, product = row_sums((row * row, d_row * row))
+    r = inverse_rms(square, eps, tile.D)
+    shrink = r * r * r * product / tile.D
     return r[:, None] * d_row - shrink[:, None] * row, r, shrink
 
 
@@ -134,34 +164,39 @@ def added(sums, terms):
 def store_sums(partial, sums, column, D: tl.constexpr):
     """Store the chunk's sums over its tokens in `partial` (chunks, sums, D)."""
     for n in tl.static_range(len(sums)):
-        place = partial + (tl.program_id(1).to(tl.int64) * len(sums) + n) * D + column
-        tl.store(place, tl.sum(sums[n], 0), column < D)
+        place = partial + (tl.program_id(1).to(tl.int64) * len(sums) + n) * D + column[None, :]
+        tl.store(place, tl.sum(sums[n], 0, keep_dims=True), (column < D)[None, :])
 
 
 @triton.jit
-def combine(given, count, tile, STREAMS: tl.constexpr):
-    """P^j = Σ_k C_k^j u_k with the given updates and coefficients (K,J,N), a tuple over j; () without streams."""
-    live = zeros(STREAMS, tile.at.shape)
+def combine(given, count, tile, STREAMS: tl.constexpr, STAGES: tl.constexpr = 2):
+    """P^j = Σ_k C_k^j u_k with the given updates and coefficients (K,J,N), a tuple over j; () without streams.
+
+    Also the last update, as stored: gradients need it again.
+    """
+    live, last = zeros(STREAMS, tile.at.shape), ()
     if STREAMS > 0:
-        for k in tl.range(0, count, num_stages=2):
-            update = load_row(pick(given.updates, k), tile)
+        last = tl.zeros(tile.at.shape, given.updates[0].dtype.element_ty)
+        for k in tl.range(0, count, num_stages=STAGES):
+            last = load_stored(pick(given.updates, k), tile)
+            update = last.to(tl.float32)
             terms = ()
             for j in tl.static_range(STREAMS):
                 terms = terms + (load_number(given.coefficients, k * STREAMS + j, tile)[:, None] * update,)
             live = added(live, terms)
-    return live
+    return live, last
 
 
 @triton.jit
-def combine_backward(d_live, given, gradients, k, tile):
-    """Back through the term of u_k: stores du_k = Σ_j C_k^j dP^j. -> dC_k^j = u_k · dP^j, over j; () if constant"""
-    d_update = tl.zeros(tile.at.shape, tl.float32)
+def term_backward(d_live, coefficients, k, update, d_update, tile):
+    """Back through C_k u_k: stores du_k = Σ_j C_k^j dP^j. -> dC_k^j = u_k · dP^j, a tuple over j; () without u_k"""
+    total = tl.zeros(tile.at.shape, tl.float32)
     for j in tl.static_range(len(d_live)):
-        d_update += load_number(given.coefficients, k * len(d_live) + j, tile)[:, None] * d_live[j].to(tl.float32)
-    store_row(pick(gradients.updates, k), tile, d_update)
-    d_coefficients = ()
-    if gradients.coefficients is not None:
-        update = load_row(pick(given.updates, k), tile)
+        total += load_number(coefficients, k * len(d_live) + j, tile)[:, None] * d_live[j].to(tl.float32)
+    store_row(d_update, tile, total)
+    products = ()
+    if update is not None:
         for j in tl.static_range(len(d_live)):
-            d_coefficients = d_coefficients + (tl.sum(update * d_live[j].to(tl.float32), 1),)
-    return d_coefficients
+            products = products + (update.to(tl.float32) * d_live[j].to(tl.float32),)
+        products = row_sums(products)
+    return products
