@@ -149,7 +149,7 @@ def hyper_read(
     gates H_pre, H_post, H_res -> (B,T,D), live streams with the next branch output still to be appended
     """
     weight, norm_eps = (None, 0.0) if norm is None else norm
-    updates, coefficients, carrier, carried = _checked(live)
+    updates, coefficients, carrier, carried = _fields(live)
     gate_parameters = _flat(gates)
     arguments = HyperReadArguments(
         updates, coefficients, carrier, gate_parameters, weight, carried, steps, eps, norm_eps
@@ -163,7 +163,7 @@ def hyper_read(
 
 def write(live: Live) -> Tensor:
     """The live streams P^j = Σ_k C_k^j u_k as a state. -> (J,B,T,D)"""
-    arguments = WriteArguments(*_checked(live))
+    arguments = WriteArguments(*_fields(live))
     if dispatch.kind(checks.first("live.updates", live.updates)) == "reference":
         checks.write(arguments)
         return Equations.write(live)
@@ -205,14 +205,14 @@ def _read_arguments(
     eps: float,
     norm: Norm | None,
 ) -> ReadArguments:
-    updates, coefficients, carrier, carried = ([], None, None, 0) if live is None else _checked(live)
+    updates, coefficients, carrier, carried = ([], None, None, 0) if live is None else _fields(live)
     weight, norm_eps = (None, 0.0) if norm is None else norm
     query = None if live is None else query
     key, value, rest = list(route.key), list(route.value), (carried, eps, norm_eps)
     return ReadArguments(*prefix, updates, coefficients, carrier, query, _flat(gates), weight, key, value, *rest)
 
 
-def _checked(live: Live) -> tuple[list[Tensor], Tensor, Tensor | None, int]:
+def _fields(live: Live) -> tuple[list[Tensor], Tensor, Tensor | None, int]:
     """The fields of `live` as operators take them: a carrier is for a gradient, and without it no term is carried."""
     updates, coefficients, carrier, carried = live
     if carrier is None or not carrier.requires_grad:

@@ -93,7 +93,9 @@ class Operator(ABC):
             self.accepted.add(signature)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             return Fused.apply(self, arguments, *tensors)
-        return self.compute(arguments)
+        results = self.empty_results(arguments)
+        self.kernel(arguments)(arguments, results)
+        return results
 
     @abstractmethod
     def check(self, arguments: Any) -> None:
@@ -134,27 +136,26 @@ class Operator(ABC):
         self.check(arguments)
         checks.kernel_inputs(arguments)
 
-    def compute(self, arguments: Any) -> list[Tensor]:
-        """Call the kernel."""
-        results = self.empty_results(arguments)
-        getattr(dispatch.kernels(_first(arguments)), self.name)(arguments, results)
-        return results
+    def kernel(self, arguments: Any) -> Any:
+        """The kernel for the device of the arguments."""
+        return getattr(dispatch.kernels(_first(arguments)), self.name)
 
-    def compute_backward(self, incoming: Sequence[Any], saved: Any, gradients: Any) -> None:
-        """Call the backward kernel."""
-        getattr(dispatch.kernels(_first(incoming)), f"{self.name}_backward")(*incoming, saved, gradients)
+    def backward_kernel(self, incoming: Sequence[Any]) -> Any:
+        """The backward kernel for the device of the gradients."""
+        return getattr(dispatch.kernels(_first(incoming)), f"{self.name}_backward")
 
     def run(self, *values: Any) -> list[Tensor]:
         """The registered operator."""
         arguments = self.takes(*values)
-        self.check_all(arguments)
-        return self.compute(arguments) + self.empty_carriers(arguments)
+        outputs = self.empty_outputs(arguments)
+        self.kernel(arguments)(arguments, outputs[: len(outputs) - len(self.carriers(arguments))])
+        return outputs
 
     def run_backward(self, *values: Any) -> list[Tensor]:
         """The registered backward operator."""
         saved, incoming = self._split(values)
         gradients = self.checked_gradients(saved, incoming)
-        self.compute_backward(incoming, saved, gradients)
+        self.backward_kernel(incoming)(*incoming, saved, gradients)
         return _tensors(gradients)
 
     def empty_results(self, arguments: Any) -> list[Tensor]:
@@ -192,7 +193,8 @@ class Fused(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, operator: Operator, arguments: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
-        results = operator.compute(arguments)
+        results = operator.empty_results(arguments)
+        operator.kernel(arguments)(arguments, results)
         _save(ctx, operator, arguments, results)
         return (*results, *operator.empty_carriers(arguments))
 
@@ -203,7 +205,7 @@ class Fused(torch.autograd.Function):
         saved = _unpacked(ctx.saved_tensors, ctx.saved_layout)
         incoming = operator.incoming(saved, gradients)
         filled = operator.empty_gradients(saved, incoming)
-        operator.compute_backward(incoming, saved, filled)
+        operator.backward_kernel(incoming)(*incoming, saved, filled)
         found = operator.by_argument(ctx.layout, saved, incoming, filled)
         return None, None, *_laid_out(found, ctx.layout)
 
