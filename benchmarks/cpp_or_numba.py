@@ -3,7 +3,8 @@
     python benchmarks/cpp_or_numba.py                # 2048 tokens, width 640, nine states, float32, one thread
     python benchmarks/cpp_or_numba.py --threads 2 --json
 
-The C++ follows `dualres/ops/cpu/prefix.py`: one token at a time, its rows copied side by side, OpenMP over tokens.
+The C++ is the plain algorithm of `dualres/ops/cpu/prefix.py`: one token at a time, its rows copied side by side, OpenMP
+over tokens.
 It lacks later tuning: it does not prefetch rows, nor compute two sums in one pass.
 Freed memory stays with the process, so that no time is spent on page faults.
 """
@@ -159,7 +160,7 @@ def main() -> None:
     def in_numba() -> tuple[list[Tensor], Callable[[], list[Tensor]]]:
         found = autograd.prefix.run(history, queries, KEY, VALUE, EPS)
         rest = found[2:4], found[4], found[5], KEY, VALUE
-        return found[:2], lambda: autograd.prefix.run_backward(given, nothing, history, queries, *rest)
+        return found[:2], lambda: autograd.prefix.run_backward(given, nothing, [], history, queries, *rest)
 
     ways: dict[str, Callable[[], Any]] = {"C++": in_cpp, "numba": in_numba}
     check(in_cpp(), in_numba())

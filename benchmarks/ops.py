@@ -136,7 +136,7 @@ def read_case(tokens: int, width: int, states: int, dtype: torch.dtype, device: 
         def run(h: Tensor, z: Tensor, c: Tensor, q: Tensor, w: Tensor, *rest: Tensor) -> Sequence[Tensor]:
             own = [GateParameters(*rest[3 * g : 3 * g + 3]) for g in range(3)]
             prefix, live, norm = Prefix(h, z), Live(rest[9:], c), Norm(w, EPS)
-            h, next_live = read(prefix, live, query=q, gates=own, route=DUAL, eps=EPS, norm=norm)
+            h, *_, next_live = read(prefix, live, query=q, gates=own, route=DUAL, eps=EPS, norm=norm)
             return h, next_live.coefficients
 
         return run
