@@ -12,6 +12,7 @@ from torch import Tensor
 from dualres.ops import autograd, checks, dispatch, reference
 from dualres.ops.arguments import (
     GateLike,
+    GateParameters,
     HyperReadArguments,
     Live,
     Norm,
@@ -231,7 +232,10 @@ def _live_after(updates: tuple[Tensor, ...], coefficients: Tensor, carriers: Seq
 
 
 def _flat(gates: Sequence[GateLike]) -> list[Tensor]:
-    return [parameter for gate in gates for parameter in (gate.weight, gate.scale, gate.bias)]
+    flat: list[Tensor] = []
+    for gate in gates:
+        flat += gate if isinstance(gate, GateParameters) else (gate.weight, gate.scale, gate.bias)
+    return flat
 
 
 def _device(args: Sequence[object], function: Callable[..., object]) -> str:

@@ -1,9 +1,12 @@
 """The arguments of the operators: the bundles of the API, and the flat argument lists of the fused operators."""
 # B batch  T tokens  D width  J stored streams  O output streams  R history  U query sets  K updates  G gate values
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -134,8 +137,31 @@ class WriteArguments(NamedTuple):
 
 
 class Result(NamedTuple):
-    """A tensor that an operator returns: its shape, and a tensor `like` it in dtype and device."""
+    """A tensor that an operator returns."""
 
     name: str
     shape: Sequence[int]
-    like: Tensor
+    dtype: torch.dtype
+    device: torch.device
+
+    def empty(self) -> Tensor:
+        """A tensor for a kernel to fill in."""
+        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
+
+    def allocator(self) -> Callable[[], Tensor]:
+        """`empty` for many calls: with tuples of integers and strides, PyTorch takes half the time."""
+        strides = [math.prod(self.shape[n + 1 :]) for n in range(len(self.shape))]
+        shape = tuple(self.shape)
+        return partial(torch.empty_strided, shape, tuple(strides), dtype=self.dtype, device=self.device)
+
+    def zeros(self) -> Tensor:
+        return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+
+    def carrier(self) -> Tensor:
+        """A tensor of one element with this shape; not a view, about whose use FSDP2 would warn."""
+        return torch.zeros(1, dtype=self.dtype, device=self.device).as_strided_(self.shape, (0,) * len(self.shape))
+
+
+def result(name: str, shape: Sequence[int], like: Tensor) -> Result:
+    """A result in the dtype and on the device of a tensor."""
+    return Result(name, shape, like.dtype, like.device)

@@ -15,6 +15,7 @@ that it is summed by the kernels that read its rows anyway, and never by PyTorch
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from operator import attrgetter, call, methodcaller
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +32,7 @@ from dualres.ops.arguments import (
     Result,
     SavedPrefix,
     WriteArguments,
+    result,
 )
 
 TYPES = {  # argument types and their names in a schema
@@ -41,7 +43,10 @@ TYPES = {  # argument types and their names in a schema
     int: "int",
     float: "float",
 }
-MAX_ACCEPTED = 4096  # signatures that an operator remembers
+RETRIEVED_AGAIN = 2**21  # bytes of retrieved states from which on the backward pass computes them again
+MAX_PLANS = 4096  # signatures that an operator remembers
+KIND = attrgetter("shape", "dtype", "device", "requires_grad")  # of a tensor
+CONTIGUOUS = methodcaller("is_contiguous")
 Gradients = Sequence[Tensor | None]  # of results and carriers; None if nothing depends on one
 
 
@@ -74,28 +79,32 @@ class Operator(ABC):
             f"{name}_backward", self.run_backward, mutates_args=(), schema=backward_schema
         )
         self.recorded.register_fake(lambda *values: self.empty_outputs(self.takes(*values)))
-        self.accepted: set[tuple[Any, ...]] = set()  # signatures of arguments that have passed all checks
-        self.backward.register_fake(lambda *values: _tensors(self.checked_gradients(*self._split(values))))
+        self.plans: dict[tuple[Any, ...], Plan] = {}  # by the signature of arguments that have passed all checks
+        self.backward.register_fake(lambda *values: _flattened(self.checked_gradients(*self._split(values)))[0])
         self.recorded.register_autograd(_recorded_gradient, setup_context=self._save)
 
     def __call__(self, arguments: Any) -> Sequence[Tensor]:
         """The results, then the carriers if a gradient may follow. Takes any layout and parameter dtype."""
-        tensors = _tensors(arguments)
+        tensors, form = _flattened(arguments)
         if dispatch.traced(tensors):
             return self.recorded(*_for_kernel(arguments))
-        signature = _signature(arguments)
-        if signature not in self.accepted:
+        plan = self.plans.get(_signature(tensors, form))
+        if plan is None:
             arguments = _for_kernel(arguments)
-            tensors, signature = _tensors(arguments), _signature(arguments)
+            tensors, form = _flattened(arguments)
+            plan = self.plan(arguments, _signature(tensors, form))
+        if plan.differentiable and torch.is_grad_enabled():
+            return Fused.apply(plan, arguments, *tensors)
+        return plan.run(arguments)
+
+    def plan(self, arguments: Any, signature: tuple[Any, ...]) -> "Plan":
+        """The plan for arguments as kernels take them, which are checked if their signature is new."""
+        if signature not in self.plans:
             self.check_all(arguments)
-            if len(self.accepted) == MAX_ACCEPTED:
-                self.accepted.clear()
-            self.accepted.add(signature)
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-            return Fused.apply(self, arguments, *tensors)
-        results = self.empty_results(arguments)
-        self.kernel(arguments)(arguments, results)
-        return results
+            if len(self.plans) == MAX_PLANS:
+                self.plans.clear()
+            self.plans[signature] = Plan(self, arguments)
+        return self.plans[signature]
 
     @abstractmethod
     def check(self, arguments: Any) -> None:
@@ -113,10 +122,14 @@ class Operator(ABC):
         """What the backward kernel needs besides gradients."""
         return arguments._replace(carrier=None)
 
+    def source(self, arguments: Any) -> tuple[Any, int] | None:
+        """The node of the prefix that computes `retrieved` again for the backward pass, and its number there."""
+        return None
+
     def incoming(self, saved: Any, gradients: Gradients) -> Sequence[Any]:
         """The gradients as the backward kernel takes them: of results, with zeros for None, and of carriers."""
-        results = self.results(saved)
-        return *map(_given, gradients, results), *map(_contiguous, gradients[len(results) :])
+        d_h, d_next, *carried = gradients
+        return *_given([d_h, d_next], lambda: self.results(saved)), *map(_contiguous, carried)
 
     @abstractmethod
     def outgoing(self, saved: Any, incoming: Sequence[Any]) -> Any:
@@ -136,48 +149,30 @@ class Operator(ABC):
         self.check(arguments)
         checks.kernel_inputs(arguments)
 
-    def kernel(self, arguments: Any) -> Any:
-        """The kernel for the device of the arguments."""
-        return getattr(dispatch.kernels(_first(arguments)), self.name)
-
-    def backward_kernel(self, incoming: Sequence[Any]) -> Any:
-        """The backward kernel for the device of the gradients."""
-        return getattr(dispatch.kernels(_first(incoming)), f"{self.name}_backward")
-
     def run(self, *values: Any) -> list[Tensor]:
         """The registered operator."""
         arguments = self.takes(*values)
         outputs = self.empty_outputs(arguments)
-        self.kernel(arguments)(arguments, outputs[: len(outputs) - len(self.carriers(arguments))])
+        kernels = dispatch.kernels(_first(arguments))
+        getattr(kernels, self.name)(arguments, outputs[: len(outputs) - len(self.carriers(arguments))])
         return outputs
 
     def run_backward(self, *values: Any) -> list[Tensor]:
         """The registered backward operator."""
         saved, incoming = self._split(values)
         gradients = self.checked_gradients(saved, incoming)
-        self.backward_kernel(incoming)(*incoming, saved, gradients)
-        return _tensors(gradients)
-
-    def empty_results(self, arguments: Any) -> list[Tensor]:
-        """Tensors for a kernel to fill in."""
-        return [_empty(result) for result in self.results(arguments)]
-
-    def empty_carriers(self, arguments: Any) -> list[Tensor]:
-        """Tensors of one element with any shape; not views, about whose use FSDP2 would warn."""
-        return [like.new_zeros(1).as_strided_(shape, (0,) * len(shape)) for _, shape, like in self.carriers(arguments)]
+        getattr(dispatch.kernels(_first(incoming)), f"{self.name}_backward")(*incoming, saved, gradients)
+        return _flattened(gradients)[0]
 
     def empty_outputs(self, arguments: Any) -> list[Tensor]:
         """Check the arguments; return everything that the operator returns, with nothing in it."""
         self.check_all(arguments)
-        return self.empty_results(arguments) + self.empty_carriers(arguments)
-
-    def empty_gradients(self, saved: Any, incoming: Sequence[Any]) -> Any:
-        """Tensors for a backward kernel to fill in."""
-        return _mapped(_empty, self.outgoing(saved, incoming))
+        return [*map(Result.empty, self.results(arguments)), *map(Result.carrier, self.carriers(arguments))]
 
     def checked_gradients(self, saved: Any, incoming: Sequence[Any]) -> Any:
+        """Check what the backward operator takes; return tensors for its kernel to fill in."""
         self.check_backward(saved, incoming)
-        return self.empty_gradients(saved, incoming)
+        return _mapped(Result.empty, self.outgoing(saved, incoming))
 
     def _split(self, values: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
         """The saved values, and the gradients, which the backward operator takes first."""
@@ -185,29 +180,83 @@ class Operator(ABC):
         return self.saves(*values[count:]), values[:count]
 
     def _save(self, ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-        _save(ctx, self, self.takes(*inputs), output)
+        arguments = self.takes(*inputs)
+        saved = self.saved(arguments, output)
+        ctx.save_for_backward(*_flattened(saved)[0])
+        ctx.set_materialize_grads(False)
+        layout = _layout(arguments)
+        without: list[Any] = [[] if value == [] else None for value in layout.others]  # gradients of what is no tensor
+        ctx.operator, ctx.layout, ctx.saved_layout = self, layout._replace(others=without), _layout(saved)
+
+
+class Plan:
+    """What follows from the signature of a call: its kernels, the tensors to allocate, and where gradients go."""
+
+    def __init__(self, operator: Operator, arguments: Any):
+        self.operator, self.kernels = operator, dispatch.kernels(_first(arguments))
+        self.results = [result.allocator() for result in operator.results(arguments)]
+        self.carriers = operator.carriers(arguments)
+        self.differentiable = any(tensor.requires_grad for tensor in _flattened(arguments)[0])
+        self.layout = _layout(arguments)
+        self.saved_layout: Layout | None = None  # these two are known after the first call
+        self.gradients: Any = None  # bundled allocators
+
+    def run(self, arguments: Any) -> list[Tensor]:
+        results = [empty() for empty in self.results]
+        getattr(self.kernels, self.operator.name)(arguments, results)
+        return results
 
 
 class Fused(torch.autograd.Function):
     """An operator in eager mode. Its tensors are passed twice: bundled, and flat for autograd to see."""
 
     @staticmethod
-    def forward(ctx: Any, operator: Operator, arguments: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
-        results = operator.empty_results(arguments)
-        operator.kernel(arguments)(arguments, results)
-        _save(ctx, operator, arguments, results)
-        return (*results, *operator.empty_carriers(arguments))
+    def forward(ctx: Any, plan: Plan, arguments: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        operator, results = plan.operator, plan.run(arguments)
+        saved = operator.saved(arguments, results)
+        ctx.plan, ctx.unpacked, ctx.again = plan, None, None
+        ctx.source = operator.source(arguments)
+        if ctx.source is not None:
+            saved = saved._replace(retrieved=torch.empty(0))
+        plan.saved_layout = plan.saved_layout or _layout(saved)
+        ctx.save_for_backward(*_flattened(saved)[0])
+        ctx.set_materialize_grads(False)
+        return *results, *[result.carrier() for result in plan.carriers]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        operator: Operator = ctx.operator
-        saved = _unpacked(ctx.saved_tensors, ctx.saved_layout)
+        plan: Plan = ctx.plan
+        operator, saved = plan.operator, _saved(ctx)
+        ctx.unpacked = ctx.again = None
+        if ctx.source is not None:
+            saved = saved._replace(retrieved=_retrieved_again(ctx.source))
         incoming = operator.incoming(saved, gradients)
-        filled = operator.empty_gradients(saved, incoming)
-        operator.backward_kernel(incoming)(*incoming, saved, filled)
-        found = operator.by_argument(ctx.layout, saved, incoming, filled)
-        return None, None, *_laid_out(found, ctx.layout)
+        if plan.gradients is None:
+            plan.gradients = _mapped(Result.allocator, operator.outgoing(saved, incoming))
+        filled = _mapped(call, plan.gradients)
+        getattr(plan.kernels, f"{operator.name}_backward")(*incoming, saved, filled)
+        found = operator.by_argument(plan.layout, saved, incoming, filled)
+        return None, None, *_laid_out(found, plan.layout)
+
+
+FUSED_NODE: Any = Fused._backward_cls  # the class of its nodes in a graph
+
+
+def _saved(node: Any) -> Any:
+    """What a node of `Fused` has saved, unpacked once: with recomputation, PyTorch allows no more."""
+    if node.unpacked is None:
+        node.unpacked = _unpacked(node.saved_tensors, node.plan.saved_layout)
+    return node.unpacked
+
+
+def _retrieved_again(source: tuple[Any, int]) -> Tensor:
+    """Compute again what a prefix has retrieved; the node keeps it until its own turn in the backward pass."""
+    node, number = source
+    if node.again is None:
+        history, queries, *_, key, value = _saved(node)
+        node.again = node.plan.run(PrefixArguments(history, queries, key, value, node.plan.layout.others[-1]))
+    return node.again[number]
 
 
 def _recorded_gradient(ctx: Any, gradients: Gradients) -> tuple[Any, ...]:
@@ -220,16 +269,37 @@ def _recorded_gradient(ctx: Any, gradients: Gradients) -> tuple[Any, ...]:
     return tuple(_unpacked(_laid_out(found, ctx.layout), ctx.layout))
 
 
-def _pack(bundle: Any) -> tuple[list[Tensor], Layout]:
+def _flattened(bundle: Any) -> tuple[list[Tensor], list[Any]]:
+    """The tensors of a bundle, in order, and everything else about it."""
     tensors: list[Tensor] = []
+    form: list[Any] = []
+    for value in bundle:
+        if isinstance(value, Tensor):
+            tensors.append(value)
+            form.append(Tensor)
+        elif not isinstance(value, list):
+            form.append(value)
+        elif value and isinstance(value[0], Tensor):
+            tensors += value
+            form.append(len(value))
+        else:
+            form.append(tuple(value))
+    return tensors, form
+
+
+def _signature(tensors: list[Tensor], form: list[Any]) -> tuple[Any, ...]:
+    """All that checks and kernels depend on: of each tensor its kind and contiguity, and every other value."""
+    return dispatch.FORCED, *form, *map(KIND, tensors), *map(CONTIGUOUS, tensors)
+
+
+def _layout(bundle: Any) -> Layout:
     counts: list[int | None] = []
     others = []
     for value in bundle:
         single, several = isinstance(value, Tensor), _lists_tensors(value)
-        tensors += [value] if single else value if several else []
         counts.append(-1 if single else len(value) if several else None)
         others.append(None if single or several else value)
-    return tensors, Layout(type(bundle), counts, others)
+    return Layout(type(bundle), counts, others)
 
 
 def _unpacked(tensors: Sequence[Any], layout: Layout) -> Any:
@@ -250,16 +320,6 @@ def _laid_out(gradients: Any, layout: Layout) -> list[Tensor | None]:
     return flat
 
 
-def _save(ctx: Any, operator: Operator, arguments: Any, results: Sequence[Tensor]) -> None:
-    """Save what the backward pass needs in a context of autograd."""
-    tensors, ctx.saved_layout = _pack(operator.saved(arguments, results))
-    ctx.save_for_backward(*tensors)
-    ctx.set_materialize_grads(False)
-    layout = _pack(arguments)[1]
-    without: list[Any] = [[] if value == [] else None for value in layout.others]  # gradients of what is no tensor
-    ctx.operator, ctx.layout = operator, layout._replace(others=without)
-
-
 def _schema(arguments: Any) -> str:
     return ", ".join(f"{TYPES[kind]} {name}" for name, kind in arguments.__annotations__.items())
 
@@ -273,33 +333,7 @@ def _first(values: Sequence[Any]) -> Tensor:
     return first[0] if isinstance(first, list) else first
 
 
-def _tensors(bundle: Any) -> list[Tensor]:
-    """The tensors of a bundle, in order."""
-    flat: list[Tensor] = []
-    for value in bundle:
-        if isinstance(value, Tensor):
-            flat.append(value)
-        elif _lists_tensors(value):
-            flat += value
-    return flat
-
-
-def _signature(bundle: Any) -> tuple[Any, ...]:
-    """All that checks depend on: of each tensor its shape, dtype, device and contiguity, and every other value."""
-    parts: list[Any] = []
-    for value in bundle:
-        if isinstance(value, Tensor):
-            parts += (value.shape, value.dtype, value.device, value.is_contiguous())
-        elif _lists_tensors(value):
-            parts.append(len(value))
-            for tensor in value:
-                parts += (tensor.shape, tensor.dtype, tensor.device, tensor.is_contiguous())
-        else:
-            parts.append(tuple(value) if isinstance(value, list) else value)
-    return tuple(parts)
-
-
-def _mapped(function: Callable[[Result], Any], outgoing: Any) -> Any:
+def _mapped(function: Callable[[Any], Any], outgoing: Any) -> Any:
     """`outgoing` with function(result) in place of each result."""
     values = [
         None if value is None else [function(one) for one in value] if type(value) is list else function(value)
@@ -308,12 +342,8 @@ def _mapped(function: Callable[[Result], Any], outgoing: Any) -> Any:
     return type(outgoing)(*values)
 
 
-def _empty(result: Result) -> Tensor:
-    return result.like.new_empty(result.shape)
-
-
 def _like(name: str, tensor: Tensor) -> Result:
-    return Result(name, tensor.shape, tensor)
+    return result(name, tensor.shape, tensor)
 
 
 def _likes(bundle: Any) -> Any:
@@ -356,15 +386,18 @@ def _contiguous(gradient: Tensor | None) -> Tensor | None:
     return gradient if gradient is None or gradient.is_contiguous() else gradient.contiguous()
 
 
-def _given(gradient: Tensor | None, result: Result) -> Tensor:
-    """The gradient of a result, zeros if nothing depends on it."""
-    return result.like.new_zeros(result.shape) if gradient is None else gradient.contiguous()
+def _given(gradients: Sequence[Tensor | None], results: Callable[[], Sequence[Result]]) -> list[Tensor]:
+    """The gradients of results, zeros if nothing depends on one."""
+    if any(gradient is None for gradient in gradients):
+        pairs = zip(gradients, results(), strict=False)
+        gradients = [result.zeros() if gradient is None else gradient for gradient, result in pairs]
+    return [gradient.contiguous() for gradient in gradients if gradient is not None]
 
 
 def _live(coefficients: Tensor, like: Tensor) -> Result:
     """A carrier of the live streams, or its gradient; `like` has the width D."""
     _, streams, *tokens = coefficients.shape
-    return Result("live", (streams, *tokens, like.shape[-1]), like)
+    return result("live", (streams, *tokens, like.shape[-1]), like)
 
 
 class PrefixOperator(Operator):
@@ -385,10 +418,10 @@ class PrefixOperator(Operator):
         state, (sets, outputs, width) = history[0], queries.shape
         streams, *tokens, _ = state.shape
         return [
-            *[Result("retrieved", (outputs, *tokens, width), state)] * sets,
-            *[Result("log_partition", (outputs, *tokens), queries)] * sets,
-            Result("logits", (len(history), sets, outputs, *tokens), queries),
-            Result("norms", (len(history), streams, *tokens), queries),
+            *[result("retrieved", (outputs, *tokens, width), state)] * sets,
+            *[result("log_partition", (outputs, *tokens), queries)] * sets,
+            result("logits", (len(history), sets, outputs, *tokens), queries),
+            result("norms", (len(history), streams, *tokens), queries),
         ]
 
     def carriers(self, arguments: PrefixArguments | SavedPrefix) -> list[Result]:
@@ -402,9 +435,9 @@ class PrefixOperator(Operator):
 
     def incoming(self, saved: SavedPrefix, gradients: Gradients) -> Sequence[Any]:
         sets = len(saved.queries)
-        given, carried = list(map(_given, gradients[: 2 * sets], self.results(saved))), gradients[2 * sets + 2 :]
+        given, carried = _given(gradients[: 2 * sets], lambda: self.results(saved)), gradients[2 * sets + 2 :]
         used = any(gradient is not None for gradient in carried)
-        return given[:sets], given[sets:], list(map(_given, carried, self.carriers(saved))) if used else []
+        return given[:sets], given[sets:], _given(carried, lambda: self.carriers(saved)) if used else []
 
     def outgoing(self, saved: SavedPrefix, incoming: Sequence[Any]) -> PrefixArguments:
         return _likes(PrefixArguments(saved.history, saved.queries, saved.key, saved.value, 0.0))
@@ -437,8 +470,8 @@ class ReadOperator(Operator):
     def results(self, arguments: ReadArguments) -> list[Result]:
         shape = (len(arguments.updates) + 1, *arguments.log_partition.shape) if arguments.gates else (0,)
         return [
-            Result("h", arguments.retrieved.shape[1:], arguments.retrieved),
-            Result("next_coefficients", shape, arguments.log_partition),
+            result("h", arguments.retrieved.shape[1:], arguments.retrieved),
+            result("next_coefficients", shape, arguments.log_partition),
         ]
 
     def carriers(self, arguments: ReadArguments) -> list[Result]:
@@ -447,6 +480,14 @@ class ReadOperator(Operator):
 
     def saved(self, arguments: ReadArguments, results: Sequence[Tensor]) -> ReadArguments:
         return arguments._replace(carrier=None, retrieved_carrier=None)
+
+    def source(self, arguments: ReadArguments) -> tuple[Any, int] | None:
+        """Large retrieved states are not saved where a prefix costs less than they do: on a CPU."""
+        retrieved = arguments.retrieved
+        node: Any = retrieved.grad_fn
+        if not retrieved.is_cpu or retrieved.nbytes < RETRIEVED_AGAIN or type(node) is not FUSED_NODE:
+            return None
+        return (node, retrieved.output_nr) if node.plan.operator is prefix else None
 
     def incoming(self, saved: ReadArguments, gradients: Gradients) -> Sequence[Any]:
         d_h, d_next, d_retrieved, *d_live = super().incoming(saved, gradients)
@@ -485,7 +526,7 @@ class HyperReadOperator(Operator):
     def results(self, arguments: HyperReadArguments) -> list[Result]:
         update, coefficients = arguments.updates[0], arguments.coefficients
         shape = (len(arguments.updates) + 1, *coefficients.shape[1:])
-        return [Result("h", update.shape, update), Result("next_coefficients", shape, coefficients)]
+        return [result("h", update.shape, update), result("next_coefficients", shape, coefficients)]
 
     def carriers(self, arguments: HyperReadArguments) -> list[Result]:
         return [_live(arguments.coefficients, arguments.updates[0])]
@@ -506,7 +547,7 @@ class WriteOperator(Operator):
 
     def results(self, arguments: WriteArguments) -> list[Result]:
         update = arguments.updates[0]
-        return [Result("live", (arguments.coefficients.shape[1], *update.shape), update)]
+        return [result("live", (arguments.coefficients.shape[1], *update.shape), update)]
 
     def carriers(self, arguments: WriteArguments) -> list[Result]:
         return []

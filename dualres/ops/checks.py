@@ -39,13 +39,14 @@ def like_results(role: str, tensors: Sequence[Tensor | None], results: Sequence[
     """
     if len(tensors) != len(results):
         raise ValueError(f"{role}{results[0].name} …: expected {len(results)} tensors, got {len(tensors)}")
-    for tensor, (name, shape, like) in zip(tensors, results, strict=True):
+    for tensor, result in zip(tensors, results, strict=True):
         if tensor is None:
             continue
-        _has_shape(role + name, tensor, shape, like)
-        if tensor.dtype is not like.dtype or not tensor.is_contiguous():
+        _has_shape(role + result.name, tensor, result.shape, result)
+        if tensor.dtype is not result.dtype or not tensor.is_contiguous():
             raise ValueError(
-                f"{role}{name} of {tensor.dtype} and strides {tensor.stride()} must be {like.dtype} and contiguous"
+                f"{role}{result.name} of {tensor.dtype} and strides {tensor.stride()} must be {result.dtype} and "
+                "contiguous"
             )
 
 
@@ -210,7 +211,7 @@ def _norm(weight: Tensor | None, like: Tensor) -> None:
         _has_shape("the norm's weight", weight, like.shape[-1:], like)
 
 
-def _has_shape(name: str, tensor: Tensor, shape: Sequence[int], like: Tensor) -> None:
+def _has_shape(name: str, tensor: Tensor, shape: Sequence[int], like: Tensor | Result) -> None:
     """Check for `shape`, the device of the streams `like`, and float64 if and only if they are."""
     if tensor.shape != tuple(shape) or tensor.device != like.device:
         raise ValueError(

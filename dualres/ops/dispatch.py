@@ -49,7 +49,7 @@ if FORCED not in (None, *KINDS):
 
 def kind(tensor: Tensor) -> Kind:
     """The implementation for `tensor`: the kernels of its device, or the equations if there are none."""
-    if tensor.dtype not in checks.DTYPES or tensor.device.type == "meta" or transformed():
+    if tensor.dtype not in checks.DTYPES or tensor.is_meta or transformed():
         return "reference"  # float64, shapes only, or derivatives that no kernel implements
     backend = _for_device(tensor)
     if backend == "reference" or INSTALLED[backend]:
@@ -71,8 +71,8 @@ def kernels(tensor: Tensor) -> Any:
 
 
 def _for_device(tensor: Tensor) -> Kind:
-    backend = FORCED or BY_DEVICE.get(tensor.device.type, "reference")
-    on_cpu = tensor.device.type == "cpu"
+    on_cpu = tensor.is_cpu
+    backend = FORCED or BY_DEVICE.get("cpu" if on_cpu else tensor.device.type, "reference")
     if backend == "triton" and on_cpu and os.environ.get("TRITON_INTERPRET") not in INTERPRETED:
         raise RuntimeError(
             "DUALRES_OPS=triton on a CPU needs Triton's interpreter, which is slow and only for tests: "
@@ -93,10 +93,13 @@ def transformed() -> bool:
 def traced(tensors: Sequence[Tensor]) -> bool:
     """Whether PyTorch must see the operator: in a graph, under a dispatch mode, or with a tensor of a subclass.
 
-    A collective that is still under way returns such a tensor.
+    A collective that is still under way returns such a tensor. A mode that only `watches` takes what it gets to see.
     """
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+    if torch.compiler.is_compiling():
         return True
+    for n in range(torch._C._len_torch_dispatch_stack()):
+        if not getattr(torch._C._get_dispatch_stack_at(n), "watches", False):
+            return True
     return not all(type(tensor) in (Tensor, Parameter) for tensor in tensors)
 
 

@@ -7,7 +7,7 @@ from typing import cast
 from torch import Tensor, nn
 
 from dualres import ops
-from dualres.ops import Live, Norm, Route
+from dualres.ops import GateParameters, Live, Norm, Route
 from dualres.residual.gate import Gate
 from dualres.residual.live import appended, shortened
 from dualres.residual.pathway import Place
@@ -46,20 +46,23 @@ class Dual(RetrievalPathway):
             for u in sorted(set(place.set_of_branch))
         )
 
+    def gate_tensors(self) -> tuple[tuple[GateParameters, ...], ...]:
+        """α, β and ρ of each parameter set, without ρ if no branch of the set reads a live state."""
+        return tuple([cast(GateSet, gates).tensors() for gates in self.gates])
+
     def read(self, state: RetrievalState, i: int, norm: Norm | None = None) -> tuple[Tensor, RetrievalState]:
         """Merge history and live state, h = α⁰h⁰ + α¹h¹; β and M(ρ) wait in the coefficients until the write."""
         u, live = self.set_of_branch[i], state.live and shortened(state.live)
-        gates = cast(GateSet, self.gates[u])
-        active = (gates.alpha, gates.beta, cast(Gate, gates.rho)) if live else (gates.alpha, gates.beta)
+        gates = state.gates[u] if live else state.gates[u][:2]
         h, prefix, next_live = ops.gated_read(
-            state.prefixes[u], live, query=state.queries[u], gates=active, route=self.route, eps=self.eps, norm=norm
+            state.prefixes[u], live, query=state.queries[u], gates=gates, route=self.route, eps=self.eps, norm=norm
         )
         return h, state.after_read(u, prefix, next_live)
 
     def write(self, state: RetrievalState, i: int, update: Tensor) -> RetrievalState:
         """P¹ = [β⁰u, β¹u], then P^i = M(ρ) P^{i−1} + [β⁰u, β¹u]"""
         update = update.to(state.prefixes[0].retrieved.dtype)
-        return state._replace(live=appended(cast(Live, state.live), update))
+        return state.with_live(appended(cast(Live, state.live), update))
 
     def write_weights(self, state: RetrievalState) -> Tensor:
         """β (2,B,T)"""
@@ -74,3 +77,8 @@ class GateSet(nn.Module):
         self.alpha = Gate(2, dim, 2, scale=gate_scale, bias=0.0, eps=eps)
         self.beta = Gate(2, dim, 2, scale=gate_scale, bias=0.0, eps=eps)
         self.rho = Gate(2, dim, 1, scale=gate_scale, bias=rho_bias, eps=eps) if transports else None
+
+    def tensors(self) -> tuple[GateParameters, ...]:
+        """Of α, β and ρ."""
+        gates = cast(tuple[Gate | None, ...], self._modules.values())
+        return tuple([gate.tensors() for gate in gates if gate is not None])

@@ -1,10 +1,13 @@
 """A gate: token-wise logits from all streams of a state. DAR's α, β, ρ: `dar.py`; mHC's: `hyper_connections.py`."""
 # B batch  T tokens  D width  J streams  G gate values
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from dualres import ops
+from dualres.ops import GateParameters
 
 WEIGHT_STD = 0.02
 
@@ -32,6 +35,13 @@ class Gate(nn.Module):
         self.weight.normal_(0, WEIGHT_STD, generator=generator)
         self.scale.fill_(self.initial_scale)
         self.bias.copy_(torch.as_tensor(self.initial_bias, device=self.bias.device))
+
+    def tensors(self) -> GateParameters:
+        """Its parameters as they are now; past `nn.Module.__getattr__`, which takes longer than a small gate."""
+        own: Any = self._parameters
+        if len(own) < 3:  # a parametrization is a property of the class
+            return GateParameters(self.weight, self.scale, self.bias)
+        return GateParameters(own["weight"], own["scale"], own["bias"])
 
     def forward(self, streams: Tensor) -> Tensor:
         """(J,B,T,D) -> (G,B,T)"""

@@ -40,7 +40,7 @@ def plus(live: Live | None, updates: tuple[Tensor, ...]) -> Live:
 
 def appended(live: Live, update: Tensor) -> Live:
     """The live streams of a gated read with the branch output that its last coefficients wait for. (B,T,D)"""
-    return live._replace(updates=(*live.updates, update))
+    return Live((*live.updates, update), *live[1:])
 
 
 def _identity(update: Tensor, streams: int, times: int) -> Tensor:

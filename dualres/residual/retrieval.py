@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dualres import ops
-from dualres.ops import Live, Prefix, Route
+from dualres.ops import GateParameters, Live, Prefix, Route
 from dualres.ops.reference import to_accumulation_dtype
 from dualres.residual.pathway import History, Options, Pathway, Place
 
@@ -30,12 +30,17 @@ class RetrievalState(NamedTuple):
     prefixes: tuple[Prefix, ...]  # one per query set
     live: Live | None  # J streams; None before the first write
     queries: tuple[Tensor | None, ...]  # of each query set (O,D); None if it has no query
+    gates: tuple[tuple[GateParameters, ...], ...]  # of each query set; none without gates
     carriers: tuple[Tensor, ...] = ()  # of the history, for `ops.passed_on`
+
+    def with_live(self, live: Live) -> "RetrievalState":
+        """`_replace(live=live)`, which takes three times as long."""
+        return RetrievalState(self.prefixes, live, self.queries, self.gates, self.carriers)
 
     def after_read(self, u: int, prefix: Prefix, live: Live | None) -> "RetrievalState":
         """The state after a read by query set u."""
         prefixes = (*self.prefixes[:u], prefix, *self.prefixes[u + 1 :])
-        return RetrievalState(prefixes, live, self.queries, self.carriers)
+        return RetrievalState(prefixes, live, self.queries, self.gates, self.carriers)
 
 
 class Queries(nn.Module):
@@ -77,10 +82,14 @@ class RetrievalPathway(Pathway):
         if self.queries is None:  # a block of one branch that sees only H_0
             only = torch.stack([history[0][v] for v in self.route.value])
             zeros = to_accumulation_dtype(only.new_zeros(only.shape[:-1]))
-            return RetrievalState((Prefix(only, zeros),), live=None, queries=(None,))
+            return RetrievalState((Prefix(only, zeros),), live=None, queries=(None,), gates=())
         queries = self.queries()
         prefixes, carriers = ops.prefix_with_carriers(history, queries, route=self.route, eps=self.eps)
-        return RetrievalState(prefixes, live=None, queries=queries.unbind(0), carriers=carriers)
+        return RetrievalState(prefixes, None, queries.unbind(0), self.gate_tensors(), carriers)
+
+    def gate_tensors(self) -> tuple[tuple[GateParameters, ...], ...]:
+        """The gates of each query set, if the pathway has any, fetched once per block."""
+        return ()
 
     def carriers(self, state: RetrievalState) -> tuple[Tensor, ...]:
         """Of the history: the next block sends its gradient through this block's prefix."""

@@ -213,7 +213,7 @@ def prepared(
     """
     forward = op.removesuffix("_backward")
     operator, arguments = getattr(autograd, forward), getattr(inputs, forward)(**sizes)
-    results = operator.empty_results(arguments)
+    results = [result.empty() for result in operator.results(arguments)]
     if op == forward:
         return functools.partial(getattr(kernels, op), arguments, results)
     getattr(kernels, forward)(arguments, results)
@@ -222,11 +222,11 @@ def prepared(
     saved = operator.saved(arguments, results)
     given = [torch.randn_like(result) for result in results]
     sent = [
-        torch.randn(shape, device=like.device).to(like.dtype) if name in later else None
-        for name, shape, like in operator.carriers(arguments)
+        torch.randn(carrier.shape, device=carrier.device).to(carrier.dtype) if carrier.name in later else None
+        for carrier in operator.carriers(arguments)
     ]
     incoming = operator.incoming(saved, [*given, *sent])
-    return functools.partial(getattr(kernels, op), *incoming, saved, operator.empty_gradients(saved, incoming))
+    return functools.partial(getattr(kernels, op), *incoming, saved, operator.checked_gradients(saved, incoming))
 
 
 @functools.cache

@@ -17,13 +17,15 @@ from numba import njit
 from numba.core import event
 
 from dualres import ops
-from dualres.ops import GateParameters, Norm, Prefix, reference
+from dualres.model.block import Recompute, recompute_blocks
+from dualres.ops import GateParameters, Norm, Prefix, autograd, reference
 from dualres.ops.cpu import compiler, launch, rows
 from dualres.ops.cpu.loops import loop
 from dualres.ops.cpu.rows import floats, pointer
+from dualres.plan.activations import LiveBytes
 from dualres.residual import route
 from dualres.residual.live import appended
-from tests.small import relative_error
+from tests.small import RESIDUALS, model_config, random_tokens, relative_error, stirred
 
 ROOT = Path(__file__).parents[2]
 
@@ -309,3 +311,22 @@ def test_a_process_that_compiles_gets_the_bits_of_one_that_loads(tmp_path: Path)
         assert ("compiling CPU kernels, once: they are cached in" in run.stderr) == (number == 0)
         found.append(run.stdout)
     assert len(set(found)) == 1
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("method", ["attnres-block", "dar-block", "dar-full"])
+def test_retrieved_states_are_computed_again(method: str, recompute: Recompute, monkeypatch: Any):
+    """For the backward pass, with the same bits; also in a second pass over the same graph."""
+    decoder = stirred(model_config(), RESIDUALS[method])
+    recompute_blocks(decoder, recompute)
+    inputs, found = list(decoder.parameters()), []
+    for from_bytes in (0, 2**40):
+        monkeypatch.setattr(autograd, "RETRIEVED_AGAIN", from_bytes)
+        with LiveBytes(inputs) as live:
+            loss = decoder(random_tokens()).square().sum()
+            kept = live.now
+        passes = [torch.autograd.grad(loss, inputs, retain_graph=True) for _ in range(2)]
+        found.append((kept, [gradient for each in passes for gradient in each]))
+    (less, again), (more, saved) = found
+    assert all(map(torch.equal, again, saved))
+    assert less < more if recompute == "none" else less == more  # recomputed blocks save none anyway

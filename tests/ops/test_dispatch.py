@@ -210,7 +210,7 @@ def test_triton_on_a_cpu_needs_its_interpreter(monkeypatch: Any):
 
 def test_kernels_of_a_cpu_are_for_a_cpu(monkeypatch: Any):
     class Elsewhere:
-        dtype, device = torch.float32, torch.device("cuda")
+        dtype, device, is_cpu, is_meta = torch.float32, torch.device("cuda"), False, False
 
     monkeypatch.setattr(dispatch, "FORCED", "cpu")
     with pytest.raises(RuntimeError, match="DUALRES_OPS=cpu is for CPUs, but the tensors are on cuda"):

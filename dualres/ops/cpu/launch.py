@@ -193,7 +193,7 @@ class Kernel:
         numbers = (
             self.address(dtype),
             8 * (10 + len(totals)),  # bytes from here to the inputs
-            _memory(count * step),
+            _KEPT.of(count * step),
             step,
             size,
             count,
@@ -206,7 +206,7 @@ class Kernel:
         for n in self.lists:
             packed[n] = 8 * (len(packed) + len(listed))  # bytes from the inputs to the list
             listed += inputs[n]
-        job = struct.pack(f"{len(numbers)}q{self.format}{len(listed)}q", *numbers, *packed, *listed)
+        job = _packer(len(numbers), self.format, len(listed))(*numbers, *packed, *listed)
         if count == 1:
             run_part(job, 0)
         elif openmp is not None:
@@ -229,14 +229,26 @@ def kernel(takes: Any) -> Callable[[Callable[..., None]], Kernel]:
     return lambda function: Kernel(function, takes)
 
 
-def _memory(size: int) -> int:
-    """The address of `size` bytes that this Python thread keeps from call to call."""
-    if size > len(getattr(_KEPT, "memory", b"")) - LINE:
-        _KEPT.memory = np.empty(size + LINE, np.uint8)
-    return -(-_KEPT.memory.ctypes.data // LINE) * LINE
+@functools.cache
+def _packer(before: int, inputs: str, after: int) -> Callable[..., bytes]:
+    """Pack integers, inputs in a format of `struct`, and integers."""
+    return struct.Struct(f"{before}q{inputs}{after}q").pack
 
 
-_KEPT = threading.local()
+class _Memory(threading.local):
+    """Memory that a Python thread keeps from call to call."""
+
+    size, address = 0, 0
+
+    def of(self, size: int) -> int:
+        """The address of `size` bytes, from the start of a cache line."""
+        if size > self.size:
+            self.array, self.size = np.empty(size + LINE, np.uint8), size
+            self.address = -(-self.array.ctypes.data // LINE) * LINE
+        return self.address
+
+
+_KEPT = _Memory()
 
 
 @functools.cache
