@@ -58,6 +58,7 @@ class ResidualBlock(nn.Module):
         self.pathway = pathway
         self.recompute: Recompute = "none"
         self.compiled_run: Callable[..., tuple[Tensor, ...]] | None = None  # `run`, if `compile_blocks` has compiled it
+        self.compiled_rest: Callable[..., Tensor] | None = None  # `rest`, likewise
         self.tap: Any = None  # a wrapper of the pathway, set by an analysis (`dualres.analyze.taps`)
 
     def forward(self, *history: Tensor, **context: Any) -> tuple[Tensor, ...]:
@@ -65,29 +66,58 @@ class ResidualBlock(nn.Module):
 
         Through the carriers of the history, if any, later blocks send its gradient: `after`.
         """
-        return (self.compiled_run or self.run)(*history, **context)
+        if self.compiled_run is None:
+            return self.run(*history, **context)
+        if self.pathway.keeps_history and not self.recomputes():
+            return self.through(self.compiled_rest, history, context)  # one graph for histories of any length
+        return self.compiled_run(*history, **context)
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles are neither compiled nor tapped, as with `nn.Module.compile`."""
-        return {**super().__getstate__(), "compiled_run": None, "tap": None}
+        return {**super().__getstate__(), "compiled_run": None, "compiled_rest": None, "tap": None}
+
+    def recomputes(self) -> bool:
+        """Whether the block will be recomputed in the backward pass."""
+        return self.recompute != "none" and torch.is_grad_enabled()
 
     def run(self, *history: Tensor, **context: Any) -> tuple[Tensor, ...]:
         """The part that is compiled: `forward` wraps it, so that an engine's hooks on the module stay outside."""
-        if self.recompute == "none" or not torch.is_grad_enabled():
+        if not self.recomputes():
             return self.compute(*history, **context)
         keep = CHECKPOINT_OPTIONS[self.recompute]
         return checkpoint(self.compute, *history, use_reentrant=False, **keep, **context)
 
     def compute(self, *history: Tensor, **context: Any) -> tuple[Tensor, ...]:
         """The block itself, which is the part that is recomputed: H_b, and carriers of the history, if any."""
+        if session := self.session(history):
+            return (self.each_branch(session, None, context),)
+        return self.through(self.rest, history, context)
+
+    def through(self, rest: Any, history: History, context: dict[str, Any]) -> tuple[Tensor, ...]:
+        """Open the block and run the rest of it."""
         pathway: Pathway = self.tap or self.pathway
         state = pathway.open(history)
+        carriers = pathway.carriers(state)
+        return rest(state._replace(carriers=()) if carriers else state, **context), *carriers
+
+    def session(self, history: History) -> Any:
+        """A faster way through the pathway for a few tokens without gradients, if there is one."""
+        if torch.is_grad_enabled() or self.tap is not None:
+            return None
+        norms = [norm for norm in map(input_norm, self.branches) if norm is not None]
+        return self.pathway.session(history, norms) if len(norms) == len(self.branches) else None
+
+    def rest(self, state: Any, **context: Any) -> Tensor:
+        """All branches, from an opened state to H_b."""
+        return self.each_branch(self.tap or self.pathway, state, context)
+
+    def each_branch(self, pathway: Any, state: Any, context: dict[str, Any]) -> Tensor:
         for i, (branch, names) in enumerate(zip(self.branches, self.keywords, strict=True)):
             h, state = pathway.read(state, i, input_norm(branch))
             own = context if names is None else {name: context[name] for name in names if name in context}
             update = (branch.module if isinstance(branch, NormedBranch) else branch)(h, **own)
             state = pathway.write(state, i, checked_update(update, h))
-        return pathway.close(state), *pathway.carriers(state)
+        return pathway.close(state)
 
 
 def branch_keywords(branch: nn.Module) -> tuple[str, ...] | None:
@@ -279,3 +309,4 @@ def compile_blocks(model: nn.Module, **options: Any) -> None:
     torch._functorch.config.backward_pass_autocast = "off"
     for block in blocks:
         block.compiled_run = torch.compile(block.run, **options)
+        block.compiled_rest = torch.compile(block.rest, **options)

@@ -18,12 +18,14 @@ from dualres.ops.api import (
     product_dtype,
     read,
     rms_norm,
+    session,
     write,
 )
-from dualres.ops.arguments import GateLike, GateParameters, Live, Norm, Prefix, Route
+from dualres.ops.arguments import BlockArguments, GateLike, GateParameters, Live, Norm, Prefix, Route
 from dualres.ops.grouped import grouped_linear
 
 __all__ = [
+    "BlockArguments",
     "GateLike",
     "GateParameters",
     "Live",
@@ -42,5 +44,6 @@ __all__ = [
     "product_dtype",
     "read",
     "rms_norm",
+    "session",
     "write",
 ]

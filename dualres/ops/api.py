@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dualres.ops import autograd, checks, dispatch, reference
 from dualres.ops.arguments import (
+    BlockArguments,
     GateLike,
     GateParameters,
     HyperReadArguments,
@@ -171,16 +172,37 @@ def write(live: Live) -> Tensor:
     return autograd.write(arguments)[0]
 
 
+def session(block: BlockArguments) -> Any:
+    """A pass through a block of few tokens without gradients, in place of a `Pathway`; None where there is none."""
+    state = block.history[0]
+    if dispatch.traced(()) or dispatch.kind(state) != "cpu":
+        return None
+    return dispatch.kernels(state).session(block)
+
+
 def rms_norm(stream: Tensor, norm: Norm | None) -> Tensor:
     """The read of a single stream, then the branch's norm, if any. (1,B,T,D) -> (B,T,D)"""
     if norm is None:
         return stream.squeeze(0)
-    if dispatch.kind(stream) == "reference":
+    kind = dispatch.kind(stream)
+    if kind == "reference":
         checks.rms_norm(stream, norm.weight)
         accumulated = reference.to_accumulation_dtype(stream.squeeze(0))
         return Equations.rms_norm(accumulated, norm).to(stream.dtype)
+    if kind == "cpu" and not torch.is_grad_enabled() and _ready_for_norm(stream, norm.weight):  # the shortest way
+        h, (weight, eps) = torch.empty_like(stream), norm
+        arguments = ReadArguments(stream, weight, None, [], None, None, None, [], weight, [0], [0], 0, 0.0, eps)
+        dispatch.kernels(stream).read(arguments, [h, h])
+        return h.squeeze(0)
     unused = stream.new_empty(stream.shape[:-1], dtype=torch.float32)  # there is no live state to merge
     return read(Prefix(stream, unused), None, query=None, route=Route((0,), (0,)), eps=0.0, norm=norm)[0]
+
+
+def _ready_for_norm(stream: Tensor, weight: Tensor) -> bool:
+    """Whether a kernel can take these tensors as they are."""
+    contiguous = stream.is_contiguous() and weight.is_contiguous() and len(stream) == 1
+    fits = weight.dtype is torch.float32 and weight.shape == stream.shape[-1:]
+    return contiguous and fits and not dispatch.traced((stream, weight))
 
 
 @no_autocast

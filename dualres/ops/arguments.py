@@ -136,6 +136,27 @@ class WriteArguments(NamedTuple):
     carried: int
 
 
+class BlockArguments(NamedTuple):
+    """Everything that the reads of a block depend on besides its branches."""
+
+    history: Sequence[Tensor]  # R × (J,B,T,D)
+    queries: Tensor  # (U,O,D)
+    gates: tuple[tuple[GateParameters, ...], ...]  # of each query set; none without gates
+    norms: tuple[Tensor, ...]  # of each branch, the weight (D,) of its norm
+    sets: tuple[int, ...]  # of each branch, its query set
+    key: Sequence[int]
+    value: Sequence[int]
+    eps: float
+    norm_eps: tuple[float, ...]
+
+    def parameters(self) -> list[Tensor]:
+        flat = [self.queries, *self.norms]
+        for gates in self.gates:
+            for gate in gates:
+                flat += gate
+        return flat
+
+
 class Result(NamedTuple):
     """A tensor that an operator returns."""
 

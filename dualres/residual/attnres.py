@@ -21,6 +21,8 @@ class AttnRes(RetrievalPathway):
     One branch per block gives the paper's full form, in which every branch output is its own candidate.
     """
 
+    HAS_SESSION = True
+
     def __init__(self, dim: int, place: Place, *, eps: float, route: Route = SINGLE):
         super().__init__(dim, place, eps=eps, route=route)
 
@@ -34,7 +36,7 @@ class AttnRes(RetrievalPathway):
 
     def write(self, state: RetrievalState, i: int, update: Tensor) -> RetrievalState:
         """P^i = P^{i−1} + u"""
-        return state._replace(live=plus(state.live, self.stored(i, update.to(state.prefixes[0].retrieved.dtype))))
+        return state.with_live(plus(state.live, self.stored(i, update.to(state.prefixes[0].retrieved.dtype))))
 
     def stored(self, i: int, update: Tensor) -> tuple[Tensor, ...]:
         """The output of branch i in the form that states are stored in. (B,T,D) -> J × (B,T,D)"""

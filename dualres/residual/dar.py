@@ -33,6 +33,8 @@ class Dual(RetrievalPathway):
     ρ = σ(s_ρ (Norm([P⁰; P¹]) W_ρ) + b_ρ) with P = P^{i−1}
     """
 
+    HAS_SESSION = True
+
     def __init__(self, dim: int, place: Place, *, eps: float, gate_scale: float, rho_bias: float, route: Route = DUAL):
         if place.branches == 1:
             raise ValueError(

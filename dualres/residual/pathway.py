@@ -5,6 +5,7 @@ and a readout turns H_0 … H_N into the output.
 """
 # B batch  T tokens  D width  J streams  S branches
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -81,8 +82,18 @@ class Pathway(nn.Module):
         return as_tensor(state.live)
 
     def carriers(self, state: Any) -> tuple[Tensor, ...]:
-        """Carriers of the history states, if the pathway sums their gradients from block to block (`ops.passed_on`)."""
+        """Carriers of the history states, if the pathway sums their gradients from block to block (`ops.passed_on`).
+
+        They are a field `carriers` of the state from `open` on.
+        """
         return ()
+
+    def session(self, history: History, norms: Sequence[Norm]) -> Any:
+        """A pass through the block for a few tokens without gradients: `read`, `write` and `close` with less overhead.
+
+        None if there is none. `norms` are those of all branches.
+        """
+        return None
 
     def start_divisor(self, i: int) -> float:
         """At the zero start (queries and gate scales 0) branch i reads the standard residual's state divided by this.

@@ -4,15 +4,17 @@ Phase 1 is `open`; phase 2 is `read` of a subclass by `ops.read` or `ops.gated_r
 """
 # B batch  T tokens  D width  J stored streams  O output streams  R history  U query sets
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from dualres import ops
-from dualres.ops import GateParameters, Live, Prefix, Route
+from dualres.ops import BlockArguments, GateParameters, Live, Norm, Prefix, Route
 from dualres.ops.reference import to_accumulation_dtype
+from dualres.residual.live import MAX_WRITES
 from dualres.residual.pathway import History, Options, Pathway, Place
 
 
@@ -63,7 +65,9 @@ class Queries(nn.Module):
 
     def forward(self) -> Tensor:
         """All queries of the block. -> (U,O,D)"""
-        return nn.functional.pad(self.weight, (0, 0, 0, 0, self.missing, 0)) if self.missing else self.weight
+        if self.missing:
+            return nn.functional.pad(self.weight, (0, 0, 0, 0, self.missing, 0))
+        return self.weight.view_as(self.weight)  # where gradients of a block's two phases meet, compiled or not
 
 
 class RetrievalPathway(Pathway):
@@ -94,6 +98,16 @@ class RetrievalPathway(Pathway):
     def carriers(self, state: RetrievalState) -> tuple[Tensor, ...]:
         """Of the history: the next block sends its gradient through this block's prefix."""
         return state.carriers
+
+    def session(self, history: History, norms: Sequence[Norm]) -> Any:
+        """For a class that has one itself: its subclasses may read and write in their own way."""
+        queries = self.queries
+        own, long = "HAS_SESSION" in vars(type(self)), len(self.set_of_branch) > MAX_WRITES
+        if not own or long or queries is None or queries.missing:
+            return None
+        weights, eps = zip(*norms, strict=True)
+        sizes = (self.set_of_branch, self.route.key, self.route.value, self.eps, eps)
+        return ops.session(BlockArguments(history, queries.weight, self.gate_tensors(), weights, *sizes))
 
     def close(self, state: RetrievalState) -> Tensor:
         """H_b (J,B,T,D), the sum of the live streams' updates."""

@@ -103,7 +103,7 @@ def test_a_copy_of_a_compiled_block_runs_plain_code_until_it_is_compiled():
     torch_own.compile(backend=backend)
     assert copy.deepcopy(torch_own)._compiled_call_impl is None
 
-    decoder = stirred(model_config(layers=2), RESIDUALS["dar-full"])
+    decoder = stirred(model_config(layers=3), RESIDUALS["dar-full"])
     compile_blocks(decoder.stack, backend=backend)
     copies = [copy.deepcopy(decoder), pickled(decoder), copy.copy(next(iter(decoder.stack)))]
     wanted = copies[0](TOKENS)
@@ -114,4 +114,4 @@ def test_a_copy_of_a_compiled_block_runs_plain_code_until_it_is_compiled():
             assert not isinstance(block, ResidualBlock) or block.compiled_run is None
     compile_blocks(cast(Any, copies[0]).stack, backend=backend)
     assert torch.equal(copies[0](TOKENS), wanted)
-    assert len(seen) == len(decoder.stack.blocks)
+    assert len(seen) == 1  # all blocks share a graph

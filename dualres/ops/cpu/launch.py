@@ -29,12 +29,13 @@ threads, woken through its OpenMP library. Additional threads would compete with
 PyTorch's threads keep spinning, waiting for the next one.
 """
 
+import contextlib
 import ctypes
 import functools
 import os
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
@@ -207,7 +208,9 @@ class Kernel:
             packed[n] = 8 * (len(packed) + len(listed))  # bytes from the inputs to the list
             listed += inputs[n]
         job = _packer(len(numbers), self.format, len(listed))(*numbers, *packed, *listed)
-        if count == 1:
+        if _KEPT.jobs is not None:
+            _KEPT.jobs.append(np.frombuffer(job, np.int64))
+        elif count == 1:
             run_part(job, 0)
         elif openmp is not None:
             openmp[0](run_parts, job, count, 0)
@@ -239,6 +242,7 @@ class _Memory(threading.local):
     """Memory that a Python thread keeps from call to call."""
 
     size, address = 0, 0
+    jobs: list[Any] | None = None  # of `recorded`
 
     def of(self, size: int) -> int:
         """The address of `size` bytes, from the start of a cache line."""
@@ -249,6 +253,21 @@ class _Memory(threading.local):
 
 
 _KEPT = _Memory()
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[Any]]:
+    """Collect the jobs of the kernels that this Python thread calls, as arrays of int64, instead of running them."""
+    _KEPT.jobs = []
+    try:
+        yield _KEPT.jobs
+    finally:
+        _KEPT.jobs = None
+
+
+def run_here(job: int) -> None:
+    """Run the only part of the job at an address."""
+    _runners()[0](job, 0)
 
 
 @functools.cache
