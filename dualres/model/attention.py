@@ -39,7 +39,7 @@ class KVCache:
         self.lengths[layer] = length = past + key.shape[2]
         if past > 0:
             keys, values = self.layers[layer]
-            key, value = appended(keys, past, key), appended(values, past, value)
+            key, value = with_tokens(keys, past, key), with_tokens(values, past, value)
         self.layers[layer] = key, value
         full = key.shape[2] == length
         return (key, value) if full else (key.narrow(2, 0, length), value.narrow(2, 0, length))
@@ -48,7 +48,7 @@ class KVCache:
         return next(iter(self.lengths.values()), 0)
 
 
-def appended(buffer: Tensor, past: int, new: Tensor) -> Tensor:
+def with_tokens(buffer: Tensor, past: int, new: Tensor) -> Tensor:
     """The buffer, or a larger one, with new tokens after its `past` ones. (B,heads,capacity,H), (B,heads,T,H)"""
     tokens, differentiated = new.shape[2], new.requires_grad or buffer.requires_grad
     if past + tokens <= buffer.shape[2] and not differentiated:

@@ -297,9 +297,12 @@ def _blocks(model: nn.Module) -> list[ResidualBlock]:
 def compile_blocks(model: nn.Module, **options: Any) -> None:
     """`torch.compile` every block separately, in place. Copies of the model are not compiled: call this for each copy.
 
-    This changes two PyTorch settings for the whole process. All blocks share one `run`, and each has a history of a
-    different length, so the recompilation limit grows with the number of blocks. And backward passes run without
-    autocast, as in eager mode, so that the gradients of depth scores and gates stay in float32.
+    Blocks of the same shape share one graph, unless they are recomputed: then the graph includes the history, whose
+    length differs from block to block.
+
+    This changes two PyTorch settings for the whole process. The recompilation limit grows with the number of blocks.
+    And backward passes run without autocast, as in eager mode, so that the gradients of depth scores and gates stay in
+    float32.
     """
     dynamo, blocks = torch._dynamo.config, _blocks(model)
     dynamo.recompile_limit = max(dynamo.recompile_limit, COMPILATIONS_PER_BLOCK * len(blocks))

@@ -50,6 +50,7 @@ from dualres.ops.cpu.compiler import compiled, intrinsic
 from dualres.ops.cpu.rows import LINE, pointer
 
 MIN_TOKENS = 16  # per thread: with fewer, waking it costs more than its work
+MEMORY = 2  # the place in a job of the address of its memory, before its size in bytes
 KINDS: dict[torch.dtype, Any] = {
     torch.float32: types.float32,
     torch.bfloat16: types.uint16,
