@@ -58,7 +58,7 @@ class ResidualBlock(nn.Module):
         self.pathway = pathway
         self.recompute: Recompute = "none"
         self.compiled_run: Callable[..., tuple[Tensor, ...]] | None = None  # `run`, if `compile_blocks` has compiled it
-        self.compiled_rest: Callable[..., Tensor] | None = None  # `rest`, likewise
+        self.compiled_branches: Callable[..., Tensor] | None = None  # `run_opened`, likewise
         self.tap: Any = None  # a wrapper of the pathway, set by an analysis (`dualres.analyze.taps`)
 
     def forward(self, *history: Tensor, **context: Any) -> tuple[Tensor, ...]:
@@ -67,14 +67,17 @@ class ResidualBlock(nn.Module):
         Through the carriers of the history, if any, later blocks send its gradient: `after`.
         """
         if self.compiled_run is None:
-            return self.run(*history, **context)
-        if self.pathway.keeps_history and not self.recomputes():
-            return self.through(self.compiled_rest, history, context)  # one graph for histories of any length
-        return self.compiled_run(*history, **context)
+            return self.run(*history, **context) if self.recomputes() else self.compute(*history, **context)
+        if self.recomputes() or not self.pathway.keeps_history:
+            return self.compiled_run(*history, **context)
+        pathway: Pathway = self.tap or self.pathway
+        state = pathway.open(history)  # outside of the graph, so that histories of all lengths share one
+        assert self.compiled_branches is not None
+        return self.compiled_branches(pathway.without_carriers(state), **context), *pathway.carriers(state)
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles are neither compiled nor tapped, as with `nn.Module.compile`."""
-        return {**super().__getstate__(), "compiled_run": None, "compiled_rest": None, "tap": None}
+        return {**super().__getstate__(), "compiled_run": None, "compiled_branches": None, "tap": None}
 
     def recomputes(self) -> bool:
         """Whether the block will be recomputed in the backward pass."""
@@ -89,29 +92,23 @@ class ResidualBlock(nn.Module):
 
     def compute(self, *history: Tensor, **context: Any) -> tuple[Tensor, ...]:
         """The block itself, which is the part that is recomputed: H_b, and carriers of the history, if any."""
-        if session := self.session(history):
-            return (self.each_branch(session, None, context),)
-        return self.through(self.rest, history, context)
-
-    def through(self, rest: Any, history: History, context: dict[str, Any]) -> tuple[Tensor, ...]:
-        """Open the block and run the rest of it."""
-        pathway: Pathway = self.tap or self.pathway
+        pathway: Pathway = self.tap or self.replay(history) or self.pathway
         state = pathway.open(history)
-        carriers = pathway.carriers(state)
-        return rest(state._replace(carriers=()) if carriers else state, **context), *carriers
+        return self.run_branches(pathway, state, context), *pathway.carriers(state)
 
-    def session(self, history: History) -> Any:
-        """A faster way through the pathway for a few tokens without gradients, if there is one."""
-        if torch.is_grad_enabled() or self.tap is not None:
+    def replay(self, history: History) -> Any:
+        """A pass with recorded calls in place of the pathway, if there is one: for few tokens without gradients."""
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
             return None
         norms = [norm for norm in map(input_norm, self.branches) if norm is not None]
-        return self.pathway.session(history, norms) if len(norms) == len(self.branches) else None
+        return self.pathway.replay(history, norms) if len(norms) == len(self.branches) else None
 
-    def rest(self, state: Any, **context: Any) -> Tensor:
+    def run_opened(self, state: Any, **context: Any) -> Tensor:
+        """The block from an opened state on, which is compiled if the history is not."""
+        return self.run_branches(self.tap or self.pathway, state, context)
+
+    def run_branches(self, pathway: Pathway, state: Any, context: dict[str, Any]) -> Tensor:
         """All branches, from an opened state to H_b."""
-        return self.each_branch(self.tap or self.pathway, state, context)
-
-    def each_branch(self, pathway: Any, state: Any, context: dict[str, Any]) -> Tensor:
         for i, (branch, names) in enumerate(zip(self.branches, self.keywords, strict=True)):
             h, state = pathway.read(state, i, input_norm(branch))
             own = context if names is None else {name: context[name] for name in names if name in context}
@@ -312,4 +309,4 @@ def compile_blocks(model: nn.Module, **options: Any) -> None:
     torch._functorch.config.backward_pass_autocast = "off"
     for block in blocks:
         block.compiled_run = torch.compile(block.run, **options)
-        block.compiled_rest = torch.compile(block.rest, **options)
+        block.compiled_branches = torch.compile(block.run_opened, **options)

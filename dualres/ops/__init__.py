@@ -17,8 +17,8 @@ from dualres.ops.api import (
     prefix_with_carriers,
     product_dtype,
     read,
+    replay,
     rms_norm,
-    session,
     write,
 )
 from dualres.ops.arguments import BlockArguments, GateLike, GateParameters, Live, Norm, Prefix, Route
@@ -43,7 +43,7 @@ __all__ = [
     "prefix_with_carriers",
     "product_dtype",
     "read",
+    "replay",
     "rms_norm",
-    "session",
     "write",
 ]

@@ -74,7 +74,7 @@ def prefix_with_carriers(
     history: Sequence[Tensor], queries: Tensor, *, route: Route, eps: float
 ) -> tuple[tuple[Prefix, ...], tuple[Tensor, ...]]:
     """`prefix`, and a carrier of each history state, for `passed_on`. -> U × `Prefix`, R × (J,B,T,D) or nothing"""
-    if dispatch.kind(checks.first("history", history)) == "reference":
+    if len(history) == 0 or dispatch.kind(history[0]) == "reference":
         checks.prefix(history, queries, *route)
         return Equations.prefix(history, queries, route=route, eps=eps), ()
     arguments = PrefixArguments(list(history), queries, list(route.key), list(route.value), eps)
@@ -156,7 +156,7 @@ def hyper_read(
     arguments = HyperReadArguments(
         updates, coefficients, carrier, gate_parameters, weight, carried, steps, eps, norm_eps
     )
-    if dispatch.kind(checks.first("live.updates", live.updates)) == "reference":
+    if len(live.updates) == 0 or dispatch.kind(live.updates[0]) == "reference":
         checks.hyper_read(arguments)
         return Equations.hyper_read(live, gates=gates, steps=steps, eps=eps, norm=norm)
     h, next_coefficients, *carriers = autograd.hyper_read(arguments)
@@ -166,18 +166,20 @@ def hyper_read(
 def write(live: Live) -> Tensor:
     """The live streams P^j = Σ_k C_k^j u_k as a state. -> (J,B,T,D)"""
     arguments = WriteArguments(*_fields(live))
-    if dispatch.kind(checks.first("live.updates", live.updates)) == "reference":
+    if len(live.updates) == 0 or dispatch.kind(live.updates[0]) == "reference":
         checks.write(arguments)
         return Equations.write(live)
     return autograd.write(arguments)[0]
 
 
-def session(block: BlockArguments) -> Any:
-    """A pass through a block of few tokens without gradients, in place of a `Pathway`; None where there is none."""
-    state = block.history[0]
-    if dispatch.traced(()) or dispatch.kind(state) != "cpu":
+def replay(block: BlockArguments) -> Any:
+    """A pass through a block with recorded calls, in place of a `Pathway`; None if it must take the regular path.
+
+    It is for few tokens on a CPU, without gradients.
+    """
+    if not block.history or dispatch.traced(()) or dispatch.kind(block.history[0]) != "cpu":
         return None
-    return dispatch.kernels(state).session(block)
+    return dispatch.kernels(block.history[0]).replay(block)
 
 
 def rms_norm(stream: Tensor, norm: Norm | None) -> Tensor:
@@ -189,7 +191,7 @@ def rms_norm(stream: Tensor, norm: Norm | None) -> Tensor:
         checks.rms_norm(stream, norm.weight)
         accumulated = reference.to_accumulation_dtype(stream.squeeze(0))
         return Equations.rms_norm(accumulated, norm).to(stream.dtype)
-    if kind == "cpu" and not torch.is_grad_enabled() and _ready_for_norm(stream, norm.weight):  # the shortest way
+    if kind == "cpu" and not torch.is_grad_enabled() and _ready_for_norm(stream, norm.weight):
         h, (weight, eps) = torch.empty_like(stream), norm
         arguments = ReadArguments(stream, weight, None, [], None, None, None, [], weight, [0], [0], 0, 0.0, eps)
         dispatch.kernels(stream).read(arguments, [h, h])
@@ -200,9 +202,10 @@ def rms_norm(stream: Tensor, norm: Norm | None) -> Tensor:
 
 def _ready_for_norm(stream: Tensor, weight: Tensor) -> bool:
     """Whether a kernel can take these tensors as they are."""
-    contiguous = stream.is_contiguous() and weight.is_contiguous() and len(stream) == 1
-    fits = weight.dtype is torch.float32 and weight.shape == stream.shape[-1:]
-    return contiguous and fits and not dispatch.traced((stream, weight))
+    contiguous = stream.is_contiguous() and weight.is_contiguous()
+    fits = weight.dtype is torch.float32 and weight.is_cpu and weight.shape == stream.shape[-1:]
+    shaped = stream.ndim > 1 and len(stream) == 1 and stream.shape[-1] > 0
+    return contiguous and shaped and fits and not dispatch.traced((stream, weight))
 
 
 @no_autocast

@@ -1,7 +1,8 @@
 """The fused operators with their gradients. `dispatch` picks the kernels that run them.
 
 For the backward pass an operator saves its arguments (states, updates, parameters) and token-wise numbers, but no other
-tensor of a stream's size; the backward kernels recompute the rest. Parameters arrive in float32, streams in their
+tensor of a stream's size; the backward kernels recompute the rest. On a CPU, reads do not save large retrieved states
+either: the backward pass calls the prefix again. Parameters arrive in float32, streams in their
 storage dtype. Kernels fill in results and gradients that are allocated here, where their shapes are known.
 
 An operator is an `autograd.Function` in eager mode, which takes the least time around a kernel, and an operator
@@ -43,7 +44,7 @@ TYPES = {  # argument types and their names in a schema
     int: "int",
     float: "float",
 }
-RETRIEVED_AGAIN = 2**21  # bytes of retrieved states from which on the backward pass computes them again
+RECOMPUTE_BYTES = 2**21  # of retrieved states that are recomputed; a backward pass then needs the graph of their prefix
 MAX_PLANS = 4096  # signatures that an operator remembers
 KIND = attrgetter("shape", "dtype", "device", "requires_grad")  # of a tensor
 CONTIGUOUS = methodcaller("is_contiguous")
@@ -99,12 +100,14 @@ class Operator(ABC):
 
     def plan(self, arguments: Any, signature: tuple[Any, ...]) -> "Plan":
         """The plan for arguments as kernels take them, which are checked if their signature is new."""
-        if signature not in self.plans:
+        plan = self.plans.get(signature)
+        if plan is None:
             self.check_all(arguments)
-            if len(self.plans) == MAX_PLANS:
+            plan = Plan(self, arguments)
+            if len(self.plans) >= MAX_PLANS:
                 self.plans.clear()
-            self.plans[signature] = Plan(self, arguments)
-        return self.plans[signature]
+            self.plans[signature] = plan
+        return plan
 
     @abstractmethod
     def check(self, arguments: Any) -> None:
@@ -122,8 +125,8 @@ class Operator(ABC):
         """What the backward kernel needs besides gradients."""
         return arguments._replace(carrier=None)
 
-    def source(self, arguments: Any) -> tuple[Any, int] | None:
-        """The node of the prefix that computes `retrieved` again for the backward pass, and its number there."""
+    def prefix_node(self, arguments: Any) -> tuple[Any, int] | None:
+        """The autograd node that can recompute `retrieved`, and which of its outputs it is; None to save it."""
         return None
 
     def incoming(self, saved: Any, gradients: Gradients) -> Sequence[Any]:
@@ -214,10 +217,10 @@ class Fused(torch.autograd.Function):
     def forward(ctx: Any, plan: Plan, arguments: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
         operator, results = plan.operator, plan.run(arguments)
         saved = operator.saved(arguments, results)
-        ctx.plan, ctx.unpacked, ctx.again = plan, None, None
-        ctx.source = operator.source(arguments)
-        if ctx.source is not None:
-            saved = saved._replace(retrieved=torch.empty(0))
+        ctx.plan, ctx.unpacked, ctx.recomputed = plan, None, None
+        ctx.prefix_node = operator.prefix_node(arguments)
+        if ctx.prefix_node is not None:
+            saved = saved._replace(retrieved=torch.empty(0, device="cpu"))
         plan.saved_layout = plan.saved_layout or _layout(saved)
         ctx.save_for_backward(*_flattened(saved)[0])
         ctx.set_materialize_grads(False)
@@ -228,9 +231,8 @@ class Fused(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         plan: Plan = ctx.plan
         operator, saved = plan.operator, _saved(ctx)
-        ctx.unpacked = ctx.again = None
-        if ctx.source is not None:
-            saved = saved._replace(retrieved=_retrieved_again(ctx.source))
+        if ctx.prefix_node is not None:
+            saved = saved._replace(retrieved=_recomputed(*ctx.prefix_node))
         incoming = operator.incoming(saved, gradients)
         if plan.gradients is None:
             plan.gradients = _mapped(Result.allocator, operator.outgoing(saved, incoming))
@@ -244,19 +246,25 @@ FUSED_NODE: Any = Fused._backward_cls  # the class of its nodes in a graph
 
 
 def _saved(node: Any) -> Any:
-    """What a node of `Fused` has saved, unpacked once: with recomputation, PyTorch allows no more."""
-    if node.unpacked is None:
-        node.unpacked = _unpacked(node.saved_tensors, node.plan.saved_layout)
-    return node.unpacked
+    """What a node of `Fused` has saved."""
+    return node.unpacked or _unpacked(node.saved_tensors, node.plan.saved_layout)
 
 
-def _retrieved_again(source: tuple[Any, int]) -> Tensor:
-    """Compute again what a prefix has retrieved; the node keeps it until its own turn in the backward pass."""
-    node, number = source
-    if node.again is None:
-        history, queries, *_, key, value = _saved(node)
-        node.again = node.plan.run(PrefixArguments(history, queries, key, value, node.plan.layout.others[-1]))
-    return node.again[number]
+def _recomputed(node: Any, output: int) -> Tensor:
+    """An output of a prefix, which its node recomputes once per backward pass.
+
+    The node keeps what it has unpacked for its own turn: with activation checkpointing, PyTorch unpacks only once.
+    """
+    if node.recomputed is None:
+
+        def forget() -> None:
+            node.unpacked = node.recomputed = None
+
+        torch.autograd.Variable._execution_engine.queue_callback(forget)  # at the end of the pass
+        node.unpacked = _saved(node)
+        history, queries, *_, key, value = node.unpacked
+        node.recomputed = node.plan.run(PrefixArguments(history, queries, key, value, node.plan.layout.others[-1]))
+    return node.recomputed[output]
 
 
 def _recorded_gradient(ctx: Any, gradients: Gradients) -> tuple[Any, ...]:
@@ -481,13 +489,14 @@ class ReadOperator(Operator):
     def saved(self, arguments: ReadArguments, results: Sequence[Tensor]) -> ReadArguments:
         return arguments._replace(carrier=None, retrieved_carrier=None)
 
-    def source(self, arguments: ReadArguments) -> tuple[Any, int] | None:
-        """Large retrieved states are not saved where a prefix costs less than they do: on a CPU."""
+    def prefix_node(self, arguments: ReadArguments) -> tuple[Any, int] | None:
+        """On a CPU, where a prefix costs less time than large retrieved states are worth in memory."""
         retrieved = arguments.retrieved
         node: Any = retrieved.grad_fn
-        if not retrieved.is_cpu or retrieved.nbytes < RETRIEVED_AGAIN or type(node) is not FUSED_NODE:
+        if not retrieved.is_cpu or retrieved.nbytes < RECOMPUTE_BYTES or type(node) is not FUSED_NODE:
             return None
-        return (node, retrieved.output_nr) if node.plan.operator is prefix else None
+        unchanged = retrieved._version == 0
+        return (node, retrieved.output_nr) if node.plan.operator is prefix and unchanged else None
 
     def incoming(self, saved: ReadArguments, gradients: Gradients) -> Sequence[Any]:
         d_h, d_next, d_retrieved, *d_live = super().incoming(saved, gradients)

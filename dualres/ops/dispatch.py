@@ -93,12 +93,13 @@ def transformed() -> bool:
 def traced(tensors: Sequence[Tensor]) -> bool:
     """Whether PyTorch must see the operator: in a graph, under a dispatch mode, or with a tensor of a subclass.
 
-    A collective that is still under way returns such a tensor. A mode that only `watches` takes what it gets to see.
+    A collective that is still under way returns such a tensor. Modes that only observe, such as `LiveBytes`, set
+    `passive`: they see what kernels allocate.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or torch._C._is_tracing():
         return True
     for n in range(torch._C._len_torch_dispatch_stack()):
-        if not getattr(torch._C._get_dispatch_stack_at(n), "watches", False):
+        if not getattr(torch._C._get_dispatch_stack_at(n), "passive", False):
             return True
     return not all(type(tensor) in (Tensor, Parameter) for tensor in tensors)
 

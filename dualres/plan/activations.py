@@ -125,7 +125,7 @@ class LiveBytes(TorchDispatchMode):
     Fake tensors count like others: they have sizes but no memory. A new tensor gets the current `tag`.
     """
 
-    watches = True  # for `dispatch.traced`: operators run as they do without it
+    passive = True  # for `dispatch.traced`: operators run as they do without it
 
     def __init__(self, older: Iterable[Tensor], tag: str = ""):
         super().__init__()

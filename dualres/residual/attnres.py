@@ -21,7 +21,7 @@ class AttnRes(RetrievalPathway):
     One branch per block gives the paper's full form, in which every branch output is its own candidate.
     """
 
-    HAS_SESSION = True
+    replayable = True
 
     def __init__(self, dim: int, place: Place, *, eps: float, route: Route = SINGLE):
         super().__init__(dim, place, eps=eps, route=route)

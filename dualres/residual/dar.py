@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from dualres import ops
 from dualres.ops import GateParameters, Live, Norm, Route
-from dualres.residual.gate import Gate
+from dualres.residual.gate import Gate, gate_parameters
 from dualres.residual.live import appended, shortened
 from dualres.residual.pathway import Place
 from dualres.residual.retrieval import RetrievalOptions, RetrievalPathway, RetrievalState
@@ -33,7 +33,7 @@ class Dual(RetrievalPathway):
     ρ = σ(s_ρ (Norm([P⁰; P¹]) W_ρ) + b_ρ) with P = P^{i−1}
     """
 
-    HAS_SESSION = True
+    replayable = True
 
     def __init__(self, dim: int, place: Place, *, eps: float, gate_scale: float, rho_bias: float, route: Route = DUAL):
         if place.branches == 1:
@@ -82,5 +82,5 @@ class GateSet(nn.Module):
 
     def tensors(self) -> tuple[GateParameters, ...]:
         """Of α, β and ρ."""
-        gates = cast(tuple[Gate | None, ...], self._modules.values())
-        return tuple([gate.tensors() for gate in gates if gate is not None])
+        gates = (self.alpha, self.beta) if self.rho is None else (self.alpha, self.beta, self.rho)
+        return tuple([gate_parameters(gate) for gate in gates])

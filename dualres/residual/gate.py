@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from dualres import ops
-from dualres.ops import GateParameters
+from dualres.ops import GateLike, GateParameters
 
 WEIGHT_STD = 0.02
 
@@ -36,13 +36,14 @@ class Gate(nn.Module):
         self.scale.fill_(self.initial_scale)
         self.bias.copy_(torch.as_tensor(self.initial_bias, device=self.bias.device))
 
-    def tensors(self) -> GateParameters:
-        """Its parameters as they are now; past `nn.Module.__getattr__`, which takes longer than a small gate."""
-        own: Any = self._parameters
-        if len(own) < 3:  # a parametrization is a property of the class
-            return GateParameters(self.weight, self.scale, self.bias)
-        return GateParameters(own["weight"], own["scale"], own["bias"])
-
     def forward(self, streams: Tensor) -> Tensor:
         """(J,B,T,D) -> (G,B,T)"""
         return ops.gate_logits(streams, self, self.eps)
+
+
+def gate_parameters(gate: GateLike) -> GateParameters:
+    """The tensors of a gate, without the cost of `nn.Module.__getattr__` where they are plain parameters."""
+    own: Any = getattr(gate, "_parameters", {})
+    if "weight" in own and "scale" in own and "bias" in own:
+        return GateParameters(own["weight"], own["scale"], own["bias"])
+    return GateParameters(gate.weight, gate.scale, gate.bias)

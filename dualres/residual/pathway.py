@@ -82,16 +82,17 @@ class Pathway(nn.Module):
         return as_tensor(state.live)
 
     def carriers(self, state: Any) -> tuple[Tensor, ...]:
-        """Carriers of the history states, if the pathway sums their gradients from block to block (`ops.passed_on`).
-
-        They are a field `carriers` of the state from `open` on.
-        """
+        """Carriers of the history states, if the pathway sums their gradients from block to block (`ops.passed_on`)."""
         return ()
 
-    def session(self, history: History, norms: Sequence[Norm]) -> Any:
-        """A pass through the block for a few tokens without gradients: `read`, `write` and `close` with less overhead.
+    def without_carriers(self, state: Any) -> Any:
+        """A state from `open` without these carriers."""
+        return state
 
-        None if there is none. `norms` are those of all branches.
+    def replay(self, history: History, norms: Sequence[Norm]) -> Any:
+        """A pass through the block with recorded calls, for few tokens without gradients; None: the regular path.
+
+        `norms` are those of all branches. The result takes the place of the pathway.
         """
         return None
 

@@ -4,9 +4,10 @@ Phase 1 is `open`; phase 2 is `read` of a subclass by `ops.read` or `ops.gated_r
 """
 # B batch  T tokens  D width  J stored streams  O output streams  R history  U query sets
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -32,17 +33,16 @@ class RetrievalState(NamedTuple):
     prefixes: tuple[Prefix, ...]  # one per query set
     live: Live | None  # J streams; None before the first write
     queries: tuple[Tensor | None, ...]  # of each query set (O,D); None if it has no query
-    gates: tuple[tuple[GateParameters, ...], ...]  # of each query set; none without gates
     carriers: tuple[Tensor, ...] = ()  # of the history, for `ops.passed_on`
+    gates: tuple[tuple[GateParameters, ...], ...] = ()  # of each query set; none without gates
 
     def with_live(self, live: Live) -> "RetrievalState":
-        """`_replace(live=live)`, which takes three times as long."""
-        return RetrievalState(self.prefixes, live, self.queries, self.gates, self.carriers)
+        return RetrievalState(self.prefixes, live, self.queries, self.carriers, self.gates)
 
     def after_read(self, u: int, prefix: Prefix, live: Live | None) -> "RetrievalState":
         """The state after a read by query set u."""
         prefixes = (*self.prefixes[:u], prefix, *self.prefixes[u + 1 :])
-        return RetrievalState(prefixes, live, self.queries, self.gates, self.carriers)
+        return RetrievalState(prefixes, live, self.queries, self.carriers, self.gates)
 
 
 class Queries(nn.Module):
@@ -70,6 +70,16 @@ class Queries(nn.Module):
         return self.weight.view_as(self.weight)  # where gradients of a block's two phases meet, compiled or not
 
 
+REPLAYED = {"open", "read", "write", "close", "stored", "gate_tensors"}  # the methods that a replay stands for
+
+
+@functools.cache
+def _is_replayable(kind: type) -> bool:
+    """Whether a class reads and writes like one of ours that says `replayable`."""
+    ours = next((base for base in kind.__mro__ if "replayable" in vars(base)), None)
+    return ours is not None and all(getattr(kind, name, None) is getattr(ours, name, None) for name in REPLAYED)
+
+
 class RetrievalPathway(Pathway):
     """A pathway whose branches read h^j = Σ_r π_r^j v_r^j over the history and, after the first, the live state."""
 
@@ -77,7 +87,8 @@ class RetrievalPathway(Pathway):
 
     def __init__(self, dim: int, place: Place, *, eps: float, route: Route):
         super().__init__()
-        self.set_of_branch, self.route, self.eps, self.history = place.set_of_branch, route, eps, place.history
+        self.route = Route(tuple(route.key), tuple(route.value))
+        self.set_of_branch, self.eps, self.history = place.set_of_branch, eps, place.history
         learned = len(place.sets_with_query())
         self.queries = Queries(dim, len(set(place.set_of_branch)), learned, route) if learned else None
 
@@ -86,10 +97,10 @@ class RetrievalPathway(Pathway):
         if self.queries is None:  # a block of one branch that sees only H_0
             only = torch.stack([history[0][v] for v in self.route.value])
             zeros = to_accumulation_dtype(only.new_zeros(only.shape[:-1]))
-            return RetrievalState((Prefix(only, zeros),), live=None, queries=(None,), gates=())
+            return RetrievalState((Prefix(only, zeros),), live=None, queries=(None,))
         queries = self.queries()
         prefixes, carriers = ops.prefix_with_carriers(history, queries, route=self.route, eps=self.eps)
-        return RetrievalState(prefixes, None, queries.unbind(0), self.gate_tensors(), carriers)
+        return RetrievalState(prefixes, None, queries.unbind(0), carriers, self.gate_tensors())
 
     def gate_tensors(self) -> tuple[tuple[GateParameters, ...], ...]:
         """The gates of each query set, if the pathway has any, fetched once per block."""
@@ -99,15 +110,23 @@ class RetrievalPathway(Pathway):
         """Of the history: the next block sends its gradient through this block's prefix."""
         return state.carriers
 
-    def session(self, history: History, norms: Sequence[Norm]) -> Any:
-        """For a class that has one itself: its subclasses may read and write in their own way."""
-        queries = self.queries
-        own, long = "HAS_SESSION" in vars(type(self)), len(self.set_of_branch) > MAX_WRITES
-        if not own or long or queries is None or queries.missing:
+    def without_carriers(self, state: RetrievalState) -> RetrievalState:
+        return state._replace(carriers=())
+
+    def replay(self, history: History, norms: Sequence[Norm]) -> Any:
+        """If nobody has changed how the pathway reads and writes, by a subclass, a patch or a hook."""
+        queries, short = self.queries, len(self.set_of_branch) <= MAX_WRITES
+        if not short or type(queries) is not Queries or queries.missing or queries._forward_hooks:
+            return None
+        if (
+            queries._forward_pre_hooks
+            or not _is_replayable(cast(Any, type(self)))
+            or not REPLAYED.isdisjoint(vars(self))
+        ):
             return None
         weights, eps = zip(*norms, strict=True)
         sizes = (self.set_of_branch, self.route.key, self.route.value, self.eps, eps)
-        return ops.session(BlockArguments(history, queries.weight, self.gate_tensors(), weights, *sizes))
+        return ops.replay(BlockArguments(history, queries.weight, self.gate_tensors(), weights, *sizes))
 
     def close(self, state: RetrievalState) -> Tensor:
         """H_b (J,B,T,D), the sum of the live streams' updates."""

@@ -315,13 +315,13 @@ def test_a_process_that_compiles_gets_the_bits_of_one_that_loads(tmp_path: Path)
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("method", ["attnres-block", "dar-block", "dar-full"])
-def test_retrieved_states_are_computed_again(method: str, recompute: Recompute, monkeypatch: Any):
+def test_retrieved_states_are_recomputed(method: str, recompute: Recompute, monkeypatch: Any):
     """For the backward pass, with the same bits; also in a second pass over the same graph."""
     decoder = stirred(model_config(), RESIDUALS[method])
     recompute_blocks(decoder, recompute)
     inputs, found = list(decoder.parameters()), []
     for from_bytes in (0, 2**40):
-        monkeypatch.setattr(autograd, "RETRIEVED_AGAIN", from_bytes)
+        monkeypatch.setattr(autograd, "RECOMPUTE_BYTES", from_bytes)
         with LiveBytes(inputs) as live:
             loss = decoder(random_tokens()).square().sum()
             kept = live.now
@@ -330,3 +330,40 @@ def test_retrieved_states_are_computed_again(method: str, recompute: Recompute, 
     (less, again), (more, saved) = found
     assert all(map(torch.equal, again, saved))
     assert less < more if recompute == "none" else less == more  # recomputed blocks save none anyway
+
+
+def test_recomputed_states_are_checked_and_forgotten(monkeypatch: Any):
+    """Partial passes leave nothing on the graph; what has changed since is noticed or saved."""
+    monkeypatch.setattr(autograd, "RECOMPUTE_BYTES", 0)
+    history = [torch.randn(1, 2, 3, 8, requires_grad=True) for _ in range(2)]
+    queries, weight = torch.randn(1, 1, 8, requires_grad=True), torch.randn(8, requires_grad=True)
+    alone: Any = {"query": None, "route": route.SINGLE, "eps": 1e-6, "norm": Norm(weight, 1e-6)}
+    (prefix,) = ops.prefix(history, queries, route=route.SINGLE, eps=1e-6)
+    loss = ops.read(prefix, None, **alone)[0].square().sum()
+    torch.autograd.grad(loss, [weight], retain_graph=True)
+    node: Any = prefix.retrieved.grad_fn
+    assert node.recomputed is None
+    assert node.unpacked is None
+    with torch.no_grad():
+        queries.mul_(5.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(loss, [history[0]])
+
+    (prefix,) = ops.prefix(history, queries, route=route.SINGLE, eps=1e-6)
+    with torch.no_grad():
+        prefix.retrieved.mul_(3.0)
+    found = torch.autograd.grad(ops.read(prefix, None, **alone)[0].square().sum(), [weight])
+    own = prefix.retrieved.detach()
+    wanted = torch.autograd.grad(ops.rms_norm(own, Norm(weight, 1e-6)).square().sum(), [weight])
+    assert torch.equal(found[0], wanted[0])
+
+
+def test_a_norm_that_does_not_fit_is_refused_without_gradients():
+    with torch.no_grad():
+        for stream, weight in [
+            (torch.randn(1, 2, 3, 8), torch.ones(8, device="meta")),
+            (torch.randn(1, 2, 3, 8), torch.ones(4)),
+            (torch.randn(2, 2, 3, 8), torch.ones(8)),
+        ]:
+            with pytest.raises(ValueError, match="norm|stream"):
+                ops.rms_norm(stream, Norm(weight, 1e-6))

@@ -7,7 +7,7 @@ from dualres.ops.cpu.hyper import hyper_read, hyper_read_backward
 from dualres.ops.cpu.live import write, write_backward
 from dualres.ops.cpu.prefix import prefix, prefix_backward
 from dualres.ops.cpu.read import read, read_backward
-from dualres.ops.cpu.session import session
+from dualres.ops.cpu.replay import replay
 
 __all__ = [
     "hyper_read",
@@ -16,7 +16,7 @@ __all__ = [
     "prefix_backward",
     "read",
     "read_backward",
-    "session",
+    "replay",
     "write",
     "write_backward",
 ]

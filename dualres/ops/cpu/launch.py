@@ -218,7 +218,7 @@ class Kernel:
         else:
             pool = own_threads(os.getpid(), count)
             wait([pool.submit(run_part, job, part) for part in range(count)])
-        if totals:
+        if totals and _KEPT.jobs is None:
             add_parts(job)
 
     def address(self, dtype: torch.dtype) -> int:
