@@ -115,14 +115,10 @@ class RetrievalPathway(Pathway):
 
     def replay(self, history: History, norms: Sequence[Norm]) -> Any:
         """If nobody has changed how the pathway reads and writes, by a subclass, a patch or a hook."""
-        queries, short = self.queries, len(self.set_of_branch) <= MAX_WRITES
-        if not short or type(queries) is not Queries or queries.missing or queries._forward_hooks:
+        queries, kind = self.queries, cast(Any, type(self))
+        if len(self.set_of_branch) > MAX_WRITES or not _is_replayable(kind) or not REPLAYED.isdisjoint(vars(self)):
             return None
-        if (
-            queries._forward_pre_hooks
-            or not _is_replayable(cast(Any, type(self)))
-            or not REPLAYED.isdisjoint(vars(self))
-        ):
+        if type(queries) is not Queries or queries.missing or queries._forward_hooks or queries._forward_pre_hooks:
             return None
         weights, eps = zip(*norms, strict=True)
         sizes = (self.set_of_branch, self.route.key, self.route.value, self.eps, eps)

@@ -365,5 +365,5 @@ def test_a_norm_that_does_not_fit_is_refused_without_gradients():
             (torch.randn(1, 2, 3, 8), torch.ones(4)),
             (torch.randn(2, 2, 3, 8), torch.ones(8)),
         ]:
-            with pytest.raises(ValueError, match="norm|stream"):
+            with pytest.raises(ValueError, match=r"norm|stream"):
                 ops.rms_norm(stream, Norm(weight, 1e-6))
