@@ -135,7 +135,11 @@ def branch_keywords(branch: nn.Module) -> tuple[str, ...] | None:
 
 def input_norm(branch: nn.Module) -> Norm | None:
     """The norm that the pathway applies for the branch; None if the branch applies its own."""
-    return Norm(branch.norm.weight, cast(float, branch.norm.eps)) if isinstance(branch, NormedBranch) else None
+    if not isinstance(branch, NormedBranch):
+        return None
+    norm: Any = branch._modules["norm"]  # past `nn.Module.__getattr__`, which a small model would notice
+    weight = norm._parameters.get("weight")
+    return Norm(norm.weight if weight is None else weight, norm.eps)
 
 
 def checked_update(update: Tensor, h: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 # B batch  T tokens  D width  U parameter sets
 
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -50,7 +50,7 @@ class Dual(RetrievalPathway):
 
     def gate_tensors(self) -> tuple[tuple[GateParameters, ...], ...]:
         """α, β and ρ of each parameter set, without ρ if no branch of the set reads a live state."""
-        return tuple([cast(GateSet, gates).tensors() for gates in self.gates])
+        return tuple([cast(GateSet, gates).tensors() for gates in self.gates._modules.values()])
 
     def read(self, state: RetrievalState, i: int, norm: Norm | None = None) -> tuple[Tensor, RetrievalState]:
         """Merge history and live state, h = α⁰h⁰ + α¹h¹; β and M(ρ) wait in the coefficients until the write."""
@@ -82,5 +82,5 @@ class GateSet(nn.Module):
 
     def tensors(self) -> tuple[GateParameters, ...]:
         """Of α, β and ρ."""
-        gates = (self.alpha, self.beta) if self.rho is None else (self.alpha, self.beta, self.rho)
-        return tuple([gate_parameters(gate) for gate in gates])
+        own: Any = self._modules
+        return tuple([gate_parameters(own[name]) for name in ("alpha", "beta", "rho") if name in own])

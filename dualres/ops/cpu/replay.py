@@ -27,28 +27,33 @@ from dualres.ops.cpu.rows import LINE
 MAX_TOKENS = 2 * MIN_TOKENS - 1  # with more, a kernel uses several threads
 MAX_RECORDINGS = 1024
 PLAIN, OWNED = {Tensor, Parameter}, {Parameter}
-SHAPE, DTYPE_ON_CPU = attrgetter("shape"), attrgetter("dtype", "is_cpu")
+SHAPE, DTYPE, IS_CPU, FLOAT32 = attrgetter("shape"), attrgetter("dtype"), attrgetter("is_cpu"), {torch.float32}
 _recordings: dict[tuple[Any, ...], "Recording"] = {}
 
 
 def replay(block: BlockArguments) -> "Replay | None":
     """A pass through a block; None if these tensors need the regular path."""
-    state, parameters = block.history[0], block.parameters()
-    tensors = [*block.history, *parameters]
-    if not 0 < state.numel() <= MAX_TOKENS * len(state) * state.shape[-1]:
+    history, state, parameters = block.history, block.history[0], block.parameters()
+    if not 0 < state.numel() <= MAX_TOKENS * len(state) * state.shape[-1] or not _ready(history):
         return None
-    if not OWNED.issuperset(map(type, parameters)) or not PLAIN.issuperset(map(type, block.history)):
-        return None  # a temporary tensor has another address every time
-    if set(map(DTYPE_ON_CPU, tensors)) != {(torch.float32, True)} or not all(map(Tensor.is_contiguous, tensors)):
-        return None
-    key = (len(block.history), *map(SHAPE, tensors), *block[4:], *map(Tensor.data_ptr, parameters))
+    if not OWNED.issuperset(map(type, parameters)) or set(map(DTYPE, parameters)) != FLOAT32:
+        return None  # a temporary tensor would have another address every time
+    key = (*map(SHAPE, history), *map(id, parameters), *map(Tensor.data_ptr, parameters), *block[4:])
     recording = _recordings.get(key)
     if recording is None:
+        if not _ready(parameters):
+            return None
         recording = Recording(block)
         if len(_recordings) >= MAX_RECORDINGS:
             _recordings.clear()
         _recordings[key] = recording
-    return Replay(recording, tensors)
+    return Replay(recording, [*history, *parameters])
+
+
+def _ready(tensors: Sequence[Tensor]) -> bool:
+    """Whether kernels can take these tensors as they are."""
+    plain = PLAIN.issuperset(map(type, tensors)) and all(map(Tensor.is_contiguous, tensors))
+    return plain and all(map(IS_CPU, tensors)) and set(map(DTYPE, tensors)) == FLOAT32
 
 
 def _new(*shape: int) -> Tensor:
