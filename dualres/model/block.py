@@ -138,8 +138,9 @@ def input_norm(branch: nn.Module) -> Norm | None:
     if not isinstance(branch, NormedBranch):
         return None
     norm: Any = branch._modules["norm"]  # past `nn.Module.__getattr__`, which a small model would notice
-    weight = norm._parameters.get("weight")
-    return Norm(norm.weight if weight is None else weight, norm.eps)
+    if "weight" in norm._parameters:
+        return Norm(norm._parameters["weight"], norm.eps)  # by index, not `get`: ZeRO-3 then gathers it
+    return Norm(norm.weight, norm.eps)
 
 
 def checked_update(update: Tensor, h: Tensor) -> Tensor:
