@@ -37,8 +37,8 @@ from dualres.ops.cpu.lanes import (
 )
 from dualres.ops.cpu.launch import address_of, kernel, unpack
 from dualres.ops.cpu.loops import LANES
-from dualres.ops.cpu.prefix import copy_rows
 from dualres.ops.cpu.rows import integers, pointer, size_of
+from dualres.ops.cpu.tiles import add_to_sums, copy_rows
 
 SQUARE = LANES * LANES
 WIDE = 1024  # numbers per token, in all streams: with more, a tile has half as many tokens, to stay cached
@@ -130,7 +130,7 @@ def _inputs(arguments: HyperReadArguments, h: Tensor, next_coefficients: Tensor,
         address_of(arguments.norm),
         terms,
         streams,
-        arguments.coefficients[0, 0].numel(),
+        math.prod(arguments.coefficients.shape[2:]),
         h.shape[-1],
         arguments.steps,
         slots,
@@ -411,14 +411,6 @@ def hyper_read_backward(
 
 
 @compiled
-def _add_to_sums(into: int, buffer: int, count: int) -> None:
-    """Add the numbers of a buffer to float64 sums."""
-    found, all_tiles = pointer(buffer, types.float32), pointer(into, types.float64)
-    for n in range(count):
-        all_tiles[n] += found[n]
-
-
-@compiled
 def _normalize_backward(buffers: Any, d_norm: int, tokens: int, inputs: Any) -> None:
     """Turn the gradient of the normalized branch input into that of the branch input; add the weight's to sums."""
     gradient, mixed, norm_row = buffers.gradient, buffers.mixed, buffers.norm
@@ -439,7 +431,7 @@ def _normalize_backward(buffers: Any, d_norm: int, tokens: int, inputs: Any) -> 
             d_weight = fma(scaled, y, d_weight)
             put(gradient, t * stride + d, scaled * weight - number_at(factors, 2 * LANES + t) * y)
         put(parts, d % SQUARE, d_weight)
-        _add_to_sums(d_norm + 8 * d, parts + 4 * (d % SQUARE), min(LANES, inputs.width - d))
+        add_to_sums(d_norm + 8 * d, parts + 4 * (d % SQUARE), min(LANES, inputs.width - d))
 
 
 @compiled
@@ -592,7 +584,7 @@ def _flush(buffers: Any, totals: int, inputs: Any) -> None:
         size = streams if gate < 2 else streams * streams
         for _ in range(size):
             for j in range(streams):
-                _add_to_sums(totals, d_weights + 4 * (g * inputs.row + j * inputs.stride), inputs.width)
+                add_to_sums(totals, d_weights + 4 * (g * inputs.row + j * inputs.stride), inputs.width)
                 totals += 8 * inputs.width
             g += 1
         totals += 8 * (1 + size)

@@ -347,7 +347,7 @@ def log(x: Any) -> Any:
 
 @compiled
 def sigmoid(x: Any) -> Any:
-    """1 / (1 + e^−x)"""
+    """1 / (1 + e^−x), at least 6e-39"""
     return spread(1.0) / (exp(spread(0.0) - x) + 1)
 
 

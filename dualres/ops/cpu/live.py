@@ -11,7 +11,7 @@ from dualres.ops.arguments import WriteArguments
 from dualres.ops.cpu.compiler import compiled
 from dualres.ops.cpu.launch import address_of, kernel, unpack
 from dualres.ops.cpu.loops import loop
-from dualres.ops.cpu.rows import by_type, floats, integers, row_at
+from dualres.ops.cpu.rows import by_type, floats, integers, prefetch_row_to_write, row_at
 
 ZERO = np.float32(0)
 TERMS = 4  # updates that one loop adds up
@@ -117,9 +117,12 @@ def _write(first: int, last: int, sums: int, scratch: int, table: int, kind: Any
     for t in range(first, last):
         for j in range(0, streams - 1, 2):
             row, other = row_at(inputs.live, j * tokens + t, width, kind), (j + 1) * tokens + t
+            prefetch_row_to_write(inputs.live, j * tokens + t, width, kind)
+            prefetch_row_to_write(inputs.live, other, width, kind)
             sum_updates(t, j, (row, row_at(inputs.live, other, width, kind)), partial, inputs, kind)
         if streams % 2 == 1:
             row = row_at(inputs.live, (streams - 1) * tokens + t, width, kind)
+            prefetch_row_to_write(inputs.live, (streams - 1) * tokens + t, width, kind)
             sum_updates(t, streams - 1, (row,), (partial[0],), inputs, kind)
 
 
@@ -148,6 +151,7 @@ def _write_backward(first: int, last: int, sums: int, scratch: int, table: int, 
                 d_coefficients[(k * streams + j) * tokens + t] = ZERO
         for k in range(fresh, inputs.terms):
             d_update = row_at(integers(inputs.d_updates)[k - fresh], t, width, kind)
+            prefetch_row_to_write(integers(inputs.d_updates)[k - fresh], t, width, kind)
             update = row_at(integers(inputs.updates)[k - fresh], t, width, kind) if learned else d_update
             for j in range(0, streams, 2):
                 other = min(j + 1, streams - 1)

@@ -29,9 +29,10 @@ from dualres.ops.cpu.lanes import (
 )
 from dualres.ops.cpu.launch import kernel, unpack
 from dualres.ops.cpu.loops import LANES
-from dualres.ops.cpu.rows import LINE, integers, pointer, prefetch, size_of
+from dualres.ops.cpu.rows import LINE, integers, pointer, prefetch, prefetch_to_write, size_of
+from dualres.ops.cpu.tiles import copy_rows
 
-TILE_BYTES = 1 << 18  # of the rows of a tile, which stay in a core's own caches
+TILE_BYTES = 1 << 15  # of the rows of a tile, which should stay in the nearest cache
 PAIR = 2 * LANES
 
 
@@ -55,7 +56,7 @@ def shape_of(history: list[Tensor], queries: Tensor, rows_of_queries: int) -> Sh
     for axis in tokens:
         number *= axis
     fitting = TILE_BYTES // (4 * stride * (states * streams + rows_of_queries * count))
-    return Shape(states, streams, count, number, width, stride, max(2, min(LANES, fitting)))
+    return Shape(states, streams, count, number, width, stride, max(4, min(LANES, fitting)))
 
 
 def stream_addresses(tensors: list[Tensor]) -> list[int]:
@@ -125,15 +126,6 @@ def prefix(arguments: PrefixArguments, results: list[Tensor]) -> None:
 
 
 @compiled
-def copy_rows(buffer: int, into: int, rows: int, count: int, width: int, stride: int, kind: Any) -> None:
-    """Copy rows of a stream to an index of a buffer, where they are filled up with zeros."""
-    size = size_of(kind)
-    for row in range(count):
-        for d in range(0, stride, LANES):
-            put(buffer, into + row * stride + d, read(rows + (row * width + d) * size, kind, width - d))
-
-
-@compiled
 def _next_rows(history: Any, r: int, j: int, begin: int, last: int, shape: Any, kind: Any) -> int:
     """The rows that are copied after those of state r, stream j: all states of a stream, then the next stream."""
     r += 1
@@ -149,6 +141,8 @@ def _copy_with_dots(
     buffer: int,
     rows: int,
     next_rows: int,
+    written: int,
+    written_too: int,
     others: int,
     next_others: int,
     next_token: int,
@@ -160,7 +154,8 @@ def _copy_with_dots(
     """Copy a tile's rows of a stream; their squares and their dot products with two other rows, each in LANES parts.
 
     The other rows are at two addresses; those of the next token begin `next_token` numbers later. parts (3,LANES,LANES)
-    The rows that are copied next are prefetched: those of one stream are too few for the hardware to keep up.
+    The rows that are copied next are prefetched, and the lines of rows that are written later, at two addresses: those
+    of one stream are too few for the hardware to keep up.
     """
     size = size_of(kind)
     for t in range(tokens):
@@ -168,6 +163,8 @@ def _copy_with_dots(
         for d in range(0, shape.width, PAIR):
             for line in range(0, PAIR * size, LINE):
                 prefetch(next_rows + d * size + line)
+                prefetch_to_write(written + d * size + line)
+                prefetch_to_write(written_too + d * size + line)
             x = read(rows + d * size, kind, shape.width - d)
             put(buffer, d, x)
             square = fma(x, x, square)
@@ -182,6 +179,7 @@ def _copy_with_dots(
         put(parts, (2 * LANES + t) * LANES, two + two_too)
         rows, next_rows, buffer = rows + shape.width * size, next_rows + shape.width * size, buffer + 4 * shape.stride
         others, next_others = others + 4 * next_token, next_others + 4 * next_token
+        written, written_too = written + shape.width * size, written_too + shape.width * size
 
 
 @compiled
@@ -235,7 +233,9 @@ def _forward(first: int, last: int, _: int, scratch: int, table: int, kind: Any)
             for r in range(states):
                 buffer, copied = rows + 4 * (j * states + r) * shape.tile * stride, history[r * streams + j] + begun
                 ahead = _next_rows(history, r, j, begin, last, shape, kind)
-                _copy_with_dots(buffer, copied, ahead, one, two, 0, parts, tokens, shape, kind)
+                m = min(2 * (n * states + r), shape.queries - 1)
+                written, written_too = retrieved[m] + begun, retrieved[min(m + 1, shape.queries - 1)] + begun
+                _copy_with_dots(buffer, copied, ahead, written, written_too, one, two, 0, parts, tokens, shape, kind)
                 norm = inverse_rms(sums(parts, 0), shape.width, inputs.eps)
                 write(inputs.norms + 4 * ((r * streams + j) * shape.tokens + begin), types.float32, tokens, norm)
                 if a >= 0:
@@ -445,7 +445,11 @@ def _backward(first: int, last: int, totals: int, scratch: int, table: int, kind
             for r in range(states):
                 buffer, copied = rows + 4 * (j * states + r) * shape.tile * stride, history[r * streams + j] + begun
                 ahead = _next_rows(history, r, j, begin, last, shape, kind)
-                _copy_with_dots(buffer, copied, ahead, one, two, stride, parts, tokens, shape, kind)
+                written = d_history[r * streams + j] + begun
+                read_later = d_carried[r * streams + j] + begun if inputs.carried else written
+                _copy_with_dots(
+                    buffer, copied, ahead, written, read_later, one, two, stride, parts, tokens, shape, kind
+                )
                 if a >= 0:
                     put(slopes, (a * states + r) * LANES, sums(parts, LANES * LANES))
                     put(slopes, (b * states + r) * LANES, sums(parts, 2 * LANES * LANES))

@@ -53,19 +53,34 @@ def integers(address: int) -> Any:
     return pointer(address, types.int64)
 
 
-@intrinsic
-def prefetch(context: Any, address: Any) -> Any:
-    """Prefetch a cache line."""
+def _prefetching(to_write: int, text: str) -> Any:
+    def prefetch(context: Any, address: Any) -> Any:
+        def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
+            kind = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
+            function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
+            numbers = [ir.Constant(word, n) for n in (to_write, 3, 1)]  # into the nearest cache, data
+            builder.call(function, [builder.inttoptr(arguments[0], byte), *numbers])
+            return context.get_dummy_value()
 
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
-        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
-        numbers = [ir.Constant(word, n) for n in (0, 3, 1)]  # to read, into the nearest cache, data
-        builder.call(function, [builder.inttoptr(arguments[0], byte), *numbers])
-        return context.get_dummy_value()
+        return types.void(types.int64), code
 
-    return types.void(types.int64), code
+    prefetch.__doc__ = text
+    return intrinsic(prefetch)
+
+
+prefetch = _prefetching(0, "Prefetch a cache line.")
+prefetch_to_write = _prefetching(1, "Prefetch a cache line that will be written.")
+AHEAD = 8  # rows
+
+
+@compiled
+def prefetch_row_to_write(address: int, row: int, width: int, kind: Any) -> None:
+    """Prefetch a row of a stream AHEAD of this one: without it, a kernel waits for the lines that it overwrites."""
+    size = width * size_of(kind)
+    begin = address + (row + AHEAD) * size
+    for line in range(0, size, LINE):
+        prefetch_to_write(begin + line)
 
 
 def by_type(choose: Callable[..., Any]) -> Any:
