@@ -96,7 +96,7 @@ class Operator(ABC):
             plan = self.plan(arguments, _signature(tensors, form))
         if plan.differentiable and torch.is_grad_enabled():
             return Fused.apply(plan, arguments, *tensors)
-        return plan.run(arguments)
+        return plan.run(arguments, tensors)
 
     def plan(self, arguments: Any, signature: tuple[Any, ...]) -> "Plan":
         """The plan for arguments as kernels take them, which are checked if their signature is new."""
@@ -203,11 +203,26 @@ class Plan:
         self.layout = _layout(arguments)
         self.saved_layout: Layout | None = None  # these two are known after the first call
         self.gradients: Any = None  # bundled allocators
+        self.prepared: dict[Any, Any] = {}  # kernels, by all that their arguments are besides shapes
 
-    def run(self, arguments: Any) -> list[Tensor]:
+    def run(self, arguments: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The results for these arguments, whose tensors are passed a second time."""
         results = [empty() for empty in self.results]
-        getattr(self.kernels, self.operator.name)(arguments, results)
+        self.kernel(self.operator.name, [arguments, results], ())([*tensors, *results])
         return results
+
+    def kernel(self, name: str, bundles: list[Any], form: Sequence[Any]) -> Callable[[Sequence[Tensor]], None]:
+        """A kernel for bundles like these, which takes their tensors: packed once on a CPU, otherwise every time.
+
+        `form` is what `_flattened` says about bundles that do not follow from the plan.
+        """
+        prepare = getattr(self.kernels, "Prepared", None)
+        if prepare is None:
+            return lambda tensors: getattr(self.kernels, name)(*bundles)
+        key = name, torch.get_num_threads(), *form
+        if key not in self.prepared:
+            self.prepared[key] = prepare(getattr(self.kernels, name), bundles)
+        return self.prepared[key]
 
 
 class Fused(torch.autograd.Function):
@@ -215,7 +230,7 @@ class Fused(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, plan: Plan, arguments: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
-        operator, results = plan.operator, plan.run(arguments)
+        operator, results = plan.operator, plan.run(arguments, tensors)
         saved = operator.saved(arguments, results)
         ctx.plan, ctx.unpacked, ctx.recomputed = plan, None, None
         ctx.prefix_node = operator.prefix_node(arguments)
@@ -237,7 +252,8 @@ class Fused(torch.autograd.Function):
         if plan.gradients is None:
             plan.gradients = _mapped(Result.allocator, operator.outgoing(saved, incoming))
         filled = _mapped(call, plan.gradients)
-        getattr(plan.kernels, f"{operator.name}_backward")(*incoming, saved, filled)
+        tensors, form = _flattened((*incoming, *saved, *filled))
+        plan.kernel(f"{operator.name}_backward", [*incoming, saved, filled], form)(tensors)
         found = operator.by_argument(plan.layout, saved, incoming, filled)
         return None, None, *_laid_out(found, plan.layout)
 
@@ -263,7 +279,8 @@ def _recomputed(node: Any, output: int) -> Tensor:
         torch.autograd.Variable._execution_engine.queue_callback(forget)  # at the end of the pass
         node.unpacked = _saved(node)
         history, queries, *_, key, value = node.unpacked
-        node.recomputed = node.plan.run(PrefixArguments(history, queries, key, value, node.plan.layout.others[-1]))
+        arguments = PrefixArguments(history, queries, key, value, node.plan.layout.others[-1])
+        node.recomputed = node.plan.run(arguments, [*history, queries])
     return node.recomputed[output]
 
 

@@ -1,5 +1,6 @@
 """The CPU kernels' surroundings: threads that share tokens, kernels that are kept on disk, numbers at the edge."""
 
+import itertools
 import math
 import multiprocessing
 import os
@@ -8,7 +9,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from numba.core import event
 
 from dualres import ops
 from dualres.model.block import Recompute, recompute_blocks
-from dualres.ops import GateParameters, Norm, Prefix, autograd, reference
+from dualres.ops import GateParameters, Live, Norm, Prefix, autograd, cpu, reference
 from dualres.ops.cpu import compiler, launch, rows
 from dualres.ops.cpu.loops import loop
 from dualres.ops.cpu.rows import floats, pointer
@@ -41,6 +42,8 @@ def three_threads() -> Any:
 @pytest.fixture(params=["pytorch's threads", "own threads"])
 def either_kind(request: Any, monkeypatch: Any, three_threads: Any) -> None:
     """PyTorch's OpenMP threads, and those of a system where they cannot be reached."""
+    for operator in (autograd.prefix, autograd.read, autograd.hyper_read, autograd.write):
+        monkeypatch.setattr(operator, "plans", {})  # which pack how threads are reached
     if request.param == "own threads":
         monkeypatch.setattr(launch, "pytorch_threads", lambda: None)
     elif launch.pytorch_threads() is None:
@@ -367,3 +370,70 @@ def test_a_norm_that_does_not_fit_is_refused_without_gradients():
         ]:
             with pytest.raises(ValueError, match=r"norm|stream"):
                 ops.rms_norm(stream, Norm(weight, 1e-6))
+
+
+def test_a_prepared_kernel_is_the_kernel(monkeypatch: Any):
+    """With states and updates that occur twice, other threads, and gradients that are absent or not."""
+    generator = torch.Generator().manual_seed(0)
+    state, first = torch.randn(2, 1, 50, 20, generator=generator), torch.randn(1, 50, 20, generator=generator)
+    parameters = [
+        torch.randn(2, 2, 20),
+        *[x for n in (2, 2, 1) for x in (torch.randn(n, 2, 20), torch.ones(1), torch.zeros(n))],
+    ]
+    leaves: list[Any] = [x.requires_grad_() for x in (state, first, *parameters)]
+    queries, gates = parameters[0], [GateParameters(*parameters[n : n + 3]) for n in (1, 4, 7)]
+    used: Any = {"route": route.DUAL, "eps": 1e-6}
+
+    def gradients(weights: tuple[int, ...]) -> tuple[Any, Any]:
+        prefix, other = ops.prefix([state, state, 2 * state], queries, **used)
+        h, prefix, live = ops.gated_read(prefix, None, query=None, gates=gates[:2], norm=None, **used)
+        live = appended(live, first)
+        again, _, live = ops.gated_read(prefix, live, query=queries[0], gates=gates, norm=None, **used)
+        results = [h, again, other.retrieved, ops.write(appended(live, first))]
+        loss: Any = sum(weight * x.square().sum() for weight, x in zip(weights, results, strict=True) if weight)
+        return [x.detach() for x in results], torch.autograd.grad(loss, leaves, allow_unused=True)
+
+    def all_gradients() -> list[Any]:
+        found = []
+        before = torch.get_num_threads()
+        for threads, weights in itertools.product((1, 2, 1), ((1, 1, 1, 1), (1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 1))):
+            torch.set_num_threads(threads)
+            for _ in range(2):
+                results, grads = gradients(weights)
+                found += [*results, *[grad for grad in grads if grad is not None]]
+        torch.set_num_threads(before)
+        return found
+
+    prepared = all_gradients()
+    monkeypatch.delattr(cpu, "Prepared")
+    for operator in (autograd.prefix, autograd.read, autograd.write):
+        monkeypatch.setattr(operator, "plans", {})
+    assert all(map(torch.equal, prepared, all_gradients()))
+
+
+@pytest.mark.parametrize("few_first", [True, False])
+def test_a_prepared_kernel_takes_a_gradient_of_one_stream_or_none(few_first: bool):
+    stream, update, query = torch.randn(1, 1, 5, 7), torch.randn(1, 5, 7), torch.randn(1, 7)
+    leaves: list[Any] = [x.double().requires_grad_() for x in (stream, update, query)]
+    used: Any = {"route": route.SINGLE, "eps": 1e-6, "norm": None}
+
+    def gradients(leaves: list[Any], few: bool) -> Any:
+        stream, update, query = leaves
+        live = Live((update,), torch.ones(1, 1, 1, 5, dtype=stream.dtype))
+        h, prefix, after = ops.read(Prefix(stream, stream[..., 0]), live, query=query, **used)
+        results = [h] if few else [h, ops.read(prefix, after, query=query, **used)[0], ops.write(cast(Live, after))]
+        return torch.autograd.grad(cast(Any, sum(x.square().sum() for x in results)), leaves)
+
+    for few in (few_first, not few_first):
+        found = gradients([x.detach().float().requires_grad_() for x in leaves], few)
+        assert all(relative_error(*pair) < 1e-5 for pair in zip(found, gradients(leaves, few), strict=True))
+
+
+def test_what_a_kernel_is_prepared_with_is_not_counted():
+    """It needs no memory."""
+    stream, weight = torch.ones(1, 1, 61, 7), torch.ones(7)
+    with LiveBytes([stream, weight]) as live:
+        ops.read(
+            Prefix(stream, stream[..., 0]), None, query=None, route=route.SINGLE, eps=1e-6, norm=Norm(weight, 1e-6)
+        )
+    assert live.peak < 2 * stream.nbytes

@@ -50,7 +50,7 @@ from dualres.ops.cpu.compiler import compiled, intrinsic
 from dualres.ops.cpu.rows import LINE, pointer
 
 MIN_TOKENS = 16  # per thread: with fewer, waking it costs more than its work
-MEMORY = 2  # the place in a job of the address of its memory, before its size in bytes
+MEMORY, STEP, PARTS, SUMS = 2, 3, 5, 9  # places in a job: address of its memory, a part's bytes, parts, sums
 KINDS: dict[torch.dtype, Any] = {
     torch.float32: types.float32,
     torch.bfloat16: types.uint16,
@@ -186,9 +186,8 @@ class Kernel:
     def __call__(
         self, inputs: Any, tokens: int, dtype: torch.dtype, scratch: int = 0, sums: Sequence[Tensor | None] = ()
     ) -> None:
-        """Run it for `tokens` tokens of streams in `dtype`, then store the totals of its sums in `sums`."""
+        """Run or record it, for `tokens` tokens of streams in `dtype`; the totals of its sums are stored in `sums`."""
         count, openmp = parts(tokens), pytorch_threads()
-        run_part, run_parts, add_parts = _runners()
         totals = [number for total in sums if total is not None for number in (total.data_ptr(), total.numel())]
         size = sum(totals[1::2])
         step = -(-8 * size // LINE) * LINE + -(-4 * scratch // LINE) * LINE
@@ -209,23 +208,30 @@ class Kernel:
             packed[n] = 8 * (len(packed) + len(listed))  # bytes from the inputs to the list
             listed += inputs[n]
         job = _packer(len(numbers), self.format, len(listed))(*numbers, *packed, *listed)
-        if _KEPT.jobs is not None:
-            _KEPT.jobs.append(np.frombuffer(job, np.int64))
-        elif count == 1:
-            run_part(job, 0)
-        elif openmp is not None:
-            openmp[0](run_parts, job, count, 0)
+        if _KEPT.jobs is None:
+            _run(job, count, len(totals) > 0)
         else:
-            pool = own_threads(os.getpid(), count)
-            wait([pool.submit(run_part, job, part) for part in range(count)])
-        if totals and _KEPT.jobs is None:
-            add_parts(job)
+            _KEPT.jobs.append(np.frombuffer(job, np.int64))
 
     def address(self, dtype: torch.dtype) -> int:
         """Its address as a C function, compiled for streams in `dtype`."""
         if dtype not in self.addresses:
             self.addresses[dtype] = _c_address(self.function, *[types.int64] * 5, types.NumberClass(KINDS[dtype]))
         return self.addresses[dtype]
+
+
+def _run(job: Any, count: int, has_sums: bool) -> None:
+    """Run the parts of a job, which is bytes or an address."""
+    (run_part, run_parts, add_parts), openmp = _runners(), pytorch_threads()
+    if count == 1:
+        run_part(job, 0)
+    elif openmp is not None:
+        openmp[0](run_parts, job, count, 0)
+    else:
+        pool = own_threads(os.getpid(), count)
+        wait([pool.submit(run_part, job, part) for part in range(count)])
+    if has_sums:
+        add_parts(job)
 
 
 def kernel(takes: Any) -> Callable[[Callable[..., None]], Kernel]:
@@ -264,6 +270,13 @@ def recorded() -> Iterator[list[Any]]:
         yield _KEPT.jobs
     finally:
         _KEPT.jobs = None
+
+
+def run_job(words: Any) -> None:
+    """Run a recorded job in this thread's memory."""
+    step, count = int(words[STEP]), int(words[PARTS])
+    words[MEMORY] = _KEPT.of(count * step)
+    _run(words.ctypes.data, count, bool(words[SUMS]))
 
 
 def run_here(job: int) -> None:

@@ -18,7 +18,7 @@ from torch.nn import Parameter
 
 from dualres.ops import checks
 from dualres.ops.arguments import BlockArguments, PrefixArguments, ReadArguments, WriteArguments
-from dualres.ops.cpu.launch import MEMORY, MIN_TOKENS, recorded, run_here
+from dualres.ops.cpu.launch import MEMORY, MIN_TOKENS, STEP, recorded, run_here
 from dualres.ops.cpu.live import write
 from dualres.ops.cpu.prefix import prefix, stream_addresses
 from dualres.ops.cpu.read import read
@@ -126,7 +126,7 @@ class Recording:
         self.inputs, self.state = [views[h.data_ptr()] for h in calls.inputs], views[calls.state.data_ptr()]
         memory = [start // 8 + MEMORY for start in self.starts[:-1]]
         self.words[memory], self.is_relative[memory] = 4 * self.size, 1
-        self.size += max(int(job[MEMORY + 1]) for job in jobs) // 4
+        self.size += max(int(job[STEP]) for job in jobs) // 4
 
 
 def _positions(words: Any, address: int) -> Any:
