@@ -203,7 +203,7 @@ class Plan:
         self.layout = _layout(arguments)
         self.saved_layout: Layout | None = None  # these two are known after the first call
         self.gradients: Any = None  # bundled allocators
-        self.prepared: dict[Any, Any] = {}  # kernels, by all that their arguments are besides shapes
+        self.prepared: dict[Any, Any] = {}  # kernels, by the form of their arguments and the number of threads
 
     def run(self, arguments: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The results for these arguments, whose tensors are passed a second time."""

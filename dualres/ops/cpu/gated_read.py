@@ -1,6 +1,6 @@
 """The read of DAR on a CPU: streams, merge, gates, branch input and norm of a tile of tokens while it is cached.
 
-What a token has one number of is computed for all tokens of the tile together.
+Gates, norms and other single numbers of a token are computed for all tokens of the tile together.
 """
 # N tokens  D width  K updates; both stored streams j and both output streams o have two rows
 
@@ -26,8 +26,8 @@ QUERY, GATES, RHO, NORM, PARAMETERS = 0, 2, 10, 12, 13
 LIVE, H, MIXED, D_MIXED, ROWS = 0, 2, 4, 5, 6
 PARTS = 6  # sums over the width that a loop computes
 # Numbers of a token: two by stream or output; four by gate value, or by stream and output; one.
-SQUARES, OWN, REST, SCORES, KEY_NORMS, D_REST, ITSELF = range(0, 14 * LANES, 2 * LANES)
-PRODUCTS, VALUES, D_PRODUCTS, RESTS, SLOPES = range(14 * LANES, 34 * LANES, 4 * LANES)
+SQUARES, OWN, REST, SCORES, KEY_NORMS, ITSELF = range(0, 12 * LANES, 2 * LANES)
+PRODUCTS, VALUES, D_PRODUCTS, RESTS, SLOPES = range(12 * LANES, 32 * LANES, 4 * LANES)
 (
     RHO_VALUE,
     RHO_NORM,
@@ -38,8 +38,8 @@ PRODUCTS, VALUES, D_PRODUCTS, RESTS, SLOPES = range(14 * LANES, 34 * LANES, 4 * 
     SHRINK,
     FACTOR,
     NORM_SHRINK,
-) = range(34 * LANES, 43 * LANES, LANES)
-NUMBERS = 43 * LANES
+) = range(32 * LANES, 41 * LANES, LANES)
+NUMBERS = 41 * LANES
 
 
 class Buffers(NamedTuple):
