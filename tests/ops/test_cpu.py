@@ -11,18 +11,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-import numpy as np
 import pytest
 import torch
-from numba import njit
 from numba.core import event
 
 from dualres import ops
 from dualres.model.block import Recompute, recompute_blocks
 from dualres.ops import GateParameters, Live, Norm, Prefix, autograd, cpu, reference
 from dualres.ops.cpu import compiler, launch, rows
-from dualres.ops.cpu.loops import loop
-from dualres.ops.cpu.rows import floats, pointer
 from dualres.plan.activations import LiveBytes
 from dualres.residual import route
 from dualres.residual.live import appended
@@ -238,51 +234,7 @@ def test_results_do_not_depend_on_addresses():
         assert len(outcomes) == 1, f"width {width}"
 
 
-@loop
-def every_way(into: Any, rounded: Any, total: Any, numbers: Any, rows: Any) -> Any:
-    one, two = numbers
-    x = rounded.set(into.set(one * rows[0] - two * rows[1]))
-    total.add(x)
-    total.add(rows[0])
-    return x * x, (x * rows[1], rows[0])
-
-
-@njit
-def run_every_way(width: int, places: Any, kind: Any) -> Any:
-    into, total, row = floats(places[0]), floats(places[1]), floats(places[2])
-    rounded, other = pointer(places[3], kind), pointer(places[4], kind)
-    return every_way(width, into, rounded, total, (np.float32(0.7), 1.3), (row, other))
-
-
-KINDS = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.float16: np.int16}
-
-
-@pytest.mark.parametrize("dtype", KINDS, ids=str)
-def test_a_loop_covers_its_rows(dtype: torch.dtype):
-    """Whatever their width; beyond their end it changes nothing, and what it returns does not depend on addresses."""
-    generator = torch.Generator().manual_seed(0)
-    for width in (1, 7, 15, 16, 17, 31, 32, 33, 48, 63, 64, 96, 123):
-        row, other = torch.randn(width, generator=generator), torch.randn(width, generator=generator).to(dtype)
-        x = 0.7 * row - 1.3 * other.float()
-        wanted = [x, 2 + x + row, x.to(dtype)]
-        outcomes = set()
-        for gap in (1, 2, 1000):
-            into, total, rounded = torch.full((3, width + gap), 2.0).unbind()
-            rounded = rounded.to(dtype)
-            places = tuple(tensor.data_ptr() for tensor in (into, total, row, rounded, other))
-            sums = run_every_way(width, places, KINDS[dtype])
-            for place, expected in zip((into, total, rounded), wanted, strict=True):
-                assert relative_error(place[:width], expected) < {torch.float32: 1e-6}.get(place.dtype, 5e-3)
-                assert torch.equal(place[width:], torch.full_like(place[width:], 2))
-            square, (product, plain) = sums
-            assert square == pytest.approx(x.square().sum().item(), rel=1e-5)
-            assert product == pytest.approx((x * other).sum().item(), rel=1e-4, abs=1e-5)
-            assert plain == pytest.approx(row.sum().item(), rel=1e-4, abs=1e-5)
-            outcomes.add((sums, *(place[:width].float().numpy().tobytes() for place in (into, total, rounded))))
-        assert len(outcomes) == 1, f"width {width}"
-
-
-@pytest.mark.parametrize(("function", "ours"), [(rows.row_at.py_func, True), (math.hypot, False)])
+@pytest.mark.parametrize(("function", "ours"), [(rows.integers.py_func, True), (math.hypot, False)])
 def test_a_kernel_that_is_compiled_is_logged(function: Any, ours: bool, caplog: pytest.LogCaptureFixture):
     caplog.set_level("INFO")
     caplog.clear()

@@ -13,7 +13,7 @@ from torch import Tensor
 from dualres import ops
 from dualres.ops import GateParameters, Live, Norm, reference
 from dualres.ops.cpu import lanes
-from dualres.ops.cpu.loops import LANES
+from dualres.ops.cpu.lanes import LANES
 from dualres.residual import route
 from tests.small import relative_error
 

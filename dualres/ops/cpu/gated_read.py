@@ -4,27 +4,45 @@ Gates, norms and other single numbers of a token are computed for all tokens of 
 """
 # N tokens  D width  K updates; both stored streams j and both output streams o have two rows
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from numba import types
 
 from dualres.ops.cpu.compiler import compiled
-from dualres.ops.cpu.lanes import fma, get, inverse_rms, number_at, put, read, sigmoid, spread, sums, total, write
+from dualres.ops.cpu.lanes import (
+    LANES,
+    fma,
+    get,
+    inverse_rms,
+    number_at,
+    put,
+    read,
+    sigmoid,
+    spread,
+    sums,
+    total,
+    write,
+)
 from dualres.ops.cpu.launch import kernel, unpack
-from dualres.ops.cpu.loops import LANES
-from dualres.ops.cpu.read_inputs import ReadInputs
-from dualres.ops.cpu.rows import AHEAD, integers, pointer, prefetch, prefetch_to_write, size_of
-from dualres.ops.cpu.tiles import add_to_sums, copy_rows
-
-SQUARE = LANES * LANES
-WIDE = 512  # a tile of wider rows has half as many tokens, to stay cached
-FLUSH = 16  # tiles whose gradients are added up in float32
+from dualres.ops.cpu.read_inputs import (
+    ReadInputs,
+    Sizes,
+    add_rows,
+    buffers_at,
+    clear_gradients,
+    norm_shrink,
+    row_of,
+    scratch_of,
+    tile_of,
+    write_branch_input,
+)
+from dualres.ops.cpu.rows import integers, pointer, prefetch_to_write, size_of
+from dualres.ops.cpu.tiles import FLUSH, SQUARE, add_to_sums, coefficient_at, copy_rows, read_ahead, stream_at
 
 # Rows of parameters: q^o; W of the gate values α⁰, α¹, β⁰ and β¹ by output; W_ρ by stream; the norm's weight.
 QUERY, GATES, RHO, NORM, PARAMETERS = 0, 2, 10, 12, 13
 # Rows of a token: P^j, later dP^j; h^o, later dh^o; the branch input before its norm; its gradient.
 LIVE, H, MIXED, D_MIXED, ROWS = 0, 2, 4, 5, 6
-PARTS = 6  # sums over the width that a loop computes
 # Numbers of a token: two by stream or output; four by gate value, or by stream and output; one.
 SQUARES, OWN, REST, SCORES, KEY_NORMS, ITSELF = range(0, 12 * LANES, 2 * LANES)
 PRODUCTS, VALUES, D_PRODUCTS, RESTS, SLOPES = range(12 * LANES, 32 * LANES, 4 * LANES)
@@ -39,42 +57,14 @@ PRODUCTS, VALUES, D_PRODUCTS, RESTS, SLOPES = range(12 * LANES, 32 * LANES, 4 * 
     FACTOR,
     NORM_SHRINK,
 ) = range(32 * LANES, 41 * LANES, LANES)
-NUMBERS = 41 * LANES
 
 
-class Buffers(NamedTuple):
-    """The addresses of float32 numbers in a part's own memory."""
-
-    rows: int  # (tile,row)
-    parts: int  # (PARTS,LANES,LANES), of sums
-    numbers: int  # (·,LANES)
-    parameters: int  # (PARAMETERS,stride)
-    gradients: int  # (PARAMETERS,stride), backward
+SIZES = Sizes(ROWS, parts=6, numbers=41, parameters=PARAMETERS)
 
 
 def gated_scratch(inputs: ReadInputs, backward: bool) -> int:
     """The size of a part's own memory."""
-    rows = _tile(inputs.stride) * _row(inputs.stride) + (2 if backward else 1) * PARAMETERS * inputs.stride
-    return rows + PARTS * SQUARE + NUMBERS
-
-
-def _tile(stride: int) -> int:
-    return LANES if stride <= WIDE else LANES // 2
-
-
-def _row(stride: int) -> int:
-    return ROWS * stride + LANES  # no power of two: otherwise tokens would evict each other from the cache
-
-
-tile_of, row_of = compiled(_tile), compiled(_row)
-
-
-@compiled
-def _buffers(memory: int, inputs: Any) -> Any:
-    parts = memory + 4 * tile_of(inputs.stride) * row_of(inputs.stride)
-    numbers = parts + 4 * PARTS * SQUARE
-    parameters = numbers + 4 * NUMBERS
-    return Buffers(memory, parts, numbers, parameters, parameters + 4 * PARAMETERS * inputs.stride)
+    return scratch_of(inputs, SIZES, backward)
 
 
 @compiled
@@ -90,27 +80,8 @@ def _copy_parameters(buffers: Any, inputs: Any) -> None:
 
 
 @compiled
-def _coefficients(address: int, k: int, j: int, begin: int, inputs: Any) -> int:
-    """The address of C_k^j of a token, in coefficients or their gradients (·,2,N)."""
-    return address + 4 * ((2 * k + j) * inputs.tokens + begin)
-
-
-@compiled
-def _stream(address: int, j: int, begin: int, inputs: Any, kind: Any) -> int:
-    """The address of a token's row of stream j. (2,N,D)"""
-    return address + (j * inputs.tokens + begin) * inputs.width * size_of(kind)
-
-
-@compiled
 def _is_backward(inputs: Any) -> bool:
     return inputs.d_retrieved != 0
-
-
-@compiled
-def _read_ahead(address: int, kind: Any, left: int, inputs: Any) -> Any:
-    """`read`, and prefetch the same of a later row: the hardware does not keep up with short rows of many streams."""
-    prefetch(address + AHEAD * inputs.width * size_of(kind))
-    return read(address, kind, left)
 
 
 @compiled
@@ -118,12 +89,12 @@ def _live_streams(buffers: Any, begin: int, tokens: int, inputs: Any, kind: Any)
     """P^j = Σ_k C_k^j u_k of a tile; parts of |P⁰|², |P¹|², q^o·P^key of both outputs, Σ_j P^j·W_ρ^j and, backward,
     (g⁰ − g¹)·(P⁰ − P¹) with the gradient g of M(ρ) P."""
     updates, coefficients, rows, stride = integers(inputs.updates), inputs.coefficients, buffers.rows, inputs.stride
-    parameters, parts, row, size = buffers.parameters, buffers.parts, row_of(inputs.stride), size_of(kind)
+    parameters, parts, row, size = buffers.parameters, buffers.parts, row_of(inputs.stride, ROWS), size_of(kind)
     key, other_key = integers(inputs.key)[0] * stride, integers(inputs.key)[1] * stride
-    after = _stream(inputs.d_after, 0, begin, inputs, kind)
-    other_after = _stream(inputs.d_after, 1, begin, inputs, kind)
-    carrier = _stream(inputs.d_carrier, 0, begin, inputs, kind)
-    other_carrier = _stream(inputs.d_carrier, 1, begin, inputs, kind)
+    after = stream_at(inputs.d_after, 0, begin, inputs, kind)
+    other_after = stream_at(inputs.d_after, 1, begin, inputs, kind)
+    carrier = stream_at(inputs.d_carrier, 0, begin, inputs, kind)
+    other_carrier = stream_at(inputs.d_carrier, 1, begin, inputs, kind)
     d_updates, fresh = integers(inputs.d_updates), inputs.terms - inputs.carried if _is_backward(inputs) else 0
     for t in range(tokens):
         square = square_too = score = score_too = product = crossed = spread(0.0)
@@ -131,9 +102,9 @@ def _live_streams(buffers: Any, begin: int, tokens: int, inputs: Any, kind: Any)
             a = b = spread(0.0)
             at, left = (t * inputs.width + d) * size, inputs.width - d
             for k in range(inputs.terms):
-                x = _read_ahead(updates[k] + begin * inputs.width * size + at, kind, left, inputs)
-                a = fma(number_at(_coefficients(coefficients, k, 0, begin, inputs), t), x, a)
-                b = fma(number_at(_coefficients(coefficients, k, 1, begin, inputs), t), x, b)
+                x = read_ahead(updates[k] + begin * inputs.width * size + at, kind, left)
+                a = fma(number_at(coefficient_at(coefficients, k, 0, begin, inputs), t), x, a)
+                b = fma(number_at(coefficient_at(coefficients, k, 1, begin, inputs), t), x, b)
             if inputs.d_carrier != 0:
                 prefetch_to_write(carrier + at)
                 prefetch_to_write(other_carrier + at)
@@ -148,7 +119,7 @@ def _live_streams(buffers: Any, begin: int, tokens: int, inputs: Any, kind: Any)
             product = fma(a, get(parameters, RHO * stride + d), product)
             product = fma(b, get(parameters, (RHO + 1) * stride + d), product)
             if inputs.d_after != 0:
-                x = _read_ahead(after + at, kind, left, inputs) - _read_ahead(other_after + at, kind, left, inputs)
+                x = read_ahead(after + at, kind, left) - read_ahead(other_after + at, kind, left)
                 crossed = fma(x, a - b, crossed)
         put(parts, t * LANES, square)
         put(parts, SQUARE + t * LANES, square_too)
@@ -185,18 +156,18 @@ def _weigh(buffers: Any, begin: int, tokens: int, inputs: Any) -> None:
 def _merge(buffers: Any, begin: int, tokens: int, inputs: Any, kind: Any) -> None:
     """h^o = λ h̃^o + (1 − λ) P^value of a tile; parts of Σ_o |h^o|² and of Σ_o h^o·W^o for each of the gate values."""
     rows, parameters, numbers, parts = buffers.rows, buffers.parameters, buffers.numbers, buffers.parts
-    stride, row, value = inputs.stride, row_of(inputs.stride), integers(inputs.value)
-    one, two = _stream(inputs.retrieved, 0, begin, inputs, kind), _stream(inputs.retrieved, 1, begin, inputs, kind)
+    stride, row, value = inputs.stride, row_of(inputs.stride, ROWS), integers(inputs.value)
+    one, two = stream_at(inputs.retrieved, 0, begin, inputs, kind), stream_at(inputs.retrieved, 1, begin, inputs, kind)
     live, other_live = LIVE * stride + value[0] * stride, LIVE * stride + value[1] * stride
-    d_one = _stream(inputs.d_retrieved, 0, begin, inputs, kind)
-    d_two = _stream(inputs.d_retrieved, 1, begin, inputs, kind)
+    d_one = stream_at(inputs.d_retrieved, 0, begin, inputs, kind)
+    d_two = stream_at(inputs.d_retrieved, 1, begin, inputs, kind)
     for t in range(tokens):
         square = a = b = c = e = spread(0.0)
         own, rest = number_at(numbers, OWN + t), number_at(numbers, REST + t)
         other_own, other_rest = number_at(numbers, OWN + LANES + t), number_at(numbers, REST + LANES + t)
         for d in range(0, inputs.width, LANES):
             at, left, weight = (t * inputs.width + d) * size_of(kind), inputs.width - d, GATES * stride + d
-            x, y = _read_ahead(one + at, kind, left, inputs), _read_ahead(two + at, kind, left, inputs)
+            x, y = read_ahead(one + at, kind, left), read_ahead(two + at, kind, left)
             if _is_backward(inputs):
                 prefetch_to_write(d_one + at)
                 prefetch_to_write(d_two + at)
@@ -236,7 +207,7 @@ def _compute_gates(buffers: Any, inputs: Any) -> None:
 @compiled
 def _mix(buffers: Any, tokens: int, inputs: Any) -> None:
     """m = Σ_o α^o h^o of a tile, and its inverse norm."""
-    rows, numbers, stride, row = buffers.rows, buffers.numbers, inputs.stride, row_of(inputs.stride)
+    rows, numbers, stride, row = buffers.rows, buffers.numbers, inputs.stride, row_of(inputs.stride, ROWS)
     for t in range(tokens):
         square = spread(0.0)
         one, two = number_at(numbers, VALUES + t), number_at(numbers, VALUES + LANES + t)
@@ -263,8 +234,9 @@ def _compute(buffers: Any, begin: int, tokens: int, inputs: Any, kind: Any) -> N
 @kernel(ReadInputs)
 def gated_read(first: int, last: int, _: int, scratch: int, table: int, kind: Any) -> None:
     inputs = unpack(table, ReadInputs)
-    buffers, stride, row = _buffers(scratch, inputs), inputs.stride, row_of(inputs.stride)
+    buffers, stride, row = buffers_at(scratch, inputs.stride, SIZES), inputs.stride, row_of(inputs.stride, ROWS)
     numbers, next_coefficients, count = buffers.numbers, inputs.next_coefficients, inputs.terms
+    mixed, norm = buffers.rows + 4 * MIXED * stride, buffers.parameters + 4 * NORM * stride
     _copy_parameters(buffers, inputs)
     for begin in range(first, last, tile_of(stride)):
         tokens = min(tile_of(stride), last - begin)
@@ -273,37 +245,23 @@ def gated_read(first: int, last: int, _: int, scratch: int, table: int, kind: An
             a, b = _pair(inputs.coefficients, k, begin, tokens, inputs)
             rho = get(numbers, RHO_VALUE)
             swap = spread(1.0) - rho
-            place = _coefficients(next_coefficients, k, 0, begin, inputs)
+            place = coefficient_at(next_coefficients, k, 0, begin, inputs)
             write(place, types.float32, tokens, fma(rho, a, swap * b))
             write(place + 4 * inputs.tokens, types.float32, tokens, fma(rho, b, swap * a))
         for j in range(2):
-            place = _coefficients(next_coefficients, count, j, begin, inputs)
+            place = coefficient_at(next_coefficients, count, j, begin, inputs)
             write(place, types.float32, tokens, get(numbers, VALUES + (2 + j) * LANES))
-        for t in range(tokens):
-            factor = number_at(numbers, FACTOR + t)
-            for d in range(0, inputs.width, LANES):
-                x = get(buffers.rows, t * row + MIXED * stride + d)
-                if inputs.norm != 0:
-                    x = x * factor * get(buffers.parameters, NORM * stride + d)
-                place = inputs.h + ((begin + t) * inputs.width + d) * size_of(kind)
-                write(place, kind, inputs.width - d, x)
+        write_branch_input(mixed, row, numbers + 4 * FACTOR, norm, begin, tokens, inputs, kind)
 
 
 @compiled
 def _normalize_backward(buffers: Any, begin: int, tokens: int, inputs: Any, kind: Any) -> None:
     """dm of a tile, through the norm if there is one, and parts of dm·h^o of both outputs."""
     rows, numbers, parts, parameters = buffers.rows, buffers.numbers, buffers.parts, buffers.parameters
-    stride, row, gradient = inputs.stride, row_of(inputs.stride), inputs.h + begin * inputs.width * size_of(kind)
+    stride, row, gradient = inputs.stride, row_of(inputs.stride, ROWS), inputs.h + begin * inputs.width * size_of(kind)
     if inputs.norm != 0:
-        for t in range(tokens):
-            product = spread(0.0)
-            for d in range(0, inputs.width, LANES):
-                x = _read_ahead(gradient + (t * inputs.width + d) * size_of(kind), kind, inputs.width - d, inputs)
-                x = x * get(rows, t * row + MIXED * stride + d)
-                product = fma(x, get(parameters, NORM * stride + d), product)
-            put(parts, t * LANES, product)
-        factor = get(numbers, FACTOR)
-        put(numbers, NORM_SHRINK, factor * factor * factor * sums(parts, 0) / inputs.width)
+        mixed, factors, norm = rows + 4 * MIXED * stride, numbers + 4 * FACTOR, parameters + 4 * NORM * stride
+        put(numbers, NORM_SHRINK, norm_shrink(mixed, row, factors, norm, parts, begin, tokens, inputs, kind))
     for t in range(tokens):
         factor = number_at(numbers, FACTOR + t)
         shrink = number_at(numbers, NORM_SHRINK + t)
@@ -333,7 +291,7 @@ def _gates_backward(buffers: Any, begin: int, tokens: int, totals: int, inputs: 
         if n < 2:
             dz = sums(buffers.parts, n * SQUARE) * x * (spread(1.0) - x)
         else:
-            d_next = _coefficients(inputs.next_coefficients, inputs.terms, n - 2, begin, inputs)
+            d_next = coefficient_at(inputs.next_coefficients, inputs.terms, n - 2, begin, inputs)
             dz = read(d_next, types.float32, tokens) * x * (spread(1.0) - x * 0.5)
         scale = number_at(gates[n // 2 * 3 + 1], 0)
         scales[biases + n] += total(dz, tokens)
@@ -347,7 +305,7 @@ def _gates_backward(buffers: Any, begin: int, tokens: int, totals: int, inputs: 
 def _add_gate_gradients(buffers: Any, tokens: int, inputs: Any) -> None:
     """Add the gradients of W_α, W_β and the norm's weight over a tile."""
     rows, numbers, gradients, stride = buffers.rows, buffers.numbers, buffers.gradients, inputs.stride
-    row = row_of(stride)
+    row = row_of(stride, ROWS)
     for d in range(0, stride, LANES):
         for o in range(2):
             at = (GATES + o) * stride + d
@@ -362,22 +320,19 @@ def _add_gate_gradients(buffers: Any, tokens: int, inputs: Any) -> None:
             put(gradients, at + 2 * stride, b)
             put(gradients, at + 4 * stride, c)
             put(gradients, at + 6 * stride, e)
-        if inputs.norm != 0:
-            x = get(gradients, NORM * stride + d)
-            for t in range(tokens):
-                x = x + get(rows, t * row + MIXED * stride + d)
-            put(gradients, NORM * stride + d, x)
+    if inputs.norm != 0:
+        add_rows(gradients + 4 * NORM * stride, rows + 4 * MIXED * stride, row, tokens, inputs)
 
 
 @compiled
 def _merge_backward(buffers: Any, begin: int, tokens: int, inputs: Any, kind: Any) -> None:
     """dh^o, which replaces h^o, and dh̃^o of a tile; parts of dh^o·(P^value − h̃^o)."""
     rows, parameters, numbers, parts = buffers.rows, buffers.parameters, buffers.numbers, buffers.parts
-    stride, row, value, size = inputs.stride, row_of(inputs.stride), integers(inputs.value), size_of(kind)
+    stride, row, value, size = inputs.stride, row_of(inputs.stride, ROWS), integers(inputs.value), size_of(kind)
     for o in range(2):
-        retrieved = _stream(inputs.retrieved, o, begin, inputs, kind)
-        d_retrieved = _stream(inputs.d_retrieved, o, begin, inputs, kind)
-        other, live = _stream(inputs.d_other, o, begin, inputs, kind), (LIVE + value[o]) * stride
+        retrieved = stream_at(inputs.retrieved, o, begin, inputs, kind)
+        d_retrieved = stream_at(inputs.d_retrieved, o, begin, inputs, kind)
+        other, live = stream_at(inputs.d_other, o, begin, inputs, kind), (LIVE + value[o]) * stride
         for t in range(tokens):
             d_rest = spread(0.0)
             gate = number_at(numbers, VALUES + o * LANES + t)
@@ -397,7 +352,7 @@ def _merge_backward(buffers: Any, begin: int, tokens: int, inputs: Any, kind: An
                     d_rest = fma(x, get(rows, at + live) - read(retrieved + place, kind, left), d_rest)
                     y = own * x
                 if inputs.d_other != 0:
-                    y = y + _read_ahead(other + place, kind, left, inputs)
+                    y = y + read_ahead(other + place, kind, left)
                 write(d_retrieved + place, kind, left, y)
             put(parts, o * SQUARE + t * LANES, d_rest)
 
@@ -438,7 +393,7 @@ def _back_to_streams(buffers: Any, begin: int, tokens: int, totals: int, inputs:
 @compiled
 def _pair(coefficients: int, k: int, begin: int, tokens: int, inputs: Any) -> Any:
     """C_k of both streams of a tile, or their gradients."""
-    place = _coefficients(coefficients, k, 0, begin, inputs)
+    place = coefficient_at(coefficients, k, 0, begin, inputs)
     return read(place, types.float32, tokens), read(place + 4 * inputs.tokens, types.float32, tokens)
 
 
@@ -446,7 +401,7 @@ def _pair(coefficients: int, k: int, begin: int, tokens: int, inputs: Any) -> An
 def _add_query_gradients(buffers: Any, tokens: int, inputs: Any) -> None:
     """Add the gradients of the queries and of W_ρ over a tile."""
     rows, numbers, gradients, stride = buffers.rows, buffers.numbers, buffers.gradients, inputs.stride
-    row = row_of(stride)
+    row = row_of(stride, ROWS)
     for d in range(0, stride, LANES):
         query, other_query = get(gradients, QUERY * stride + d), get(gradients, (QUERY + 1) * stride + d)
         rho, other_rho = get(gradients, RHO * stride + d), get(gradients, (RHO + 1) * stride + d)
@@ -467,11 +422,11 @@ def _add_query_gradients(buffers: Any, tokens: int, inputs: Any) -> None:
 def _stream_gradients(buffers: Any, begin: int, tokens: int, inputs: Any, kind: Any) -> None:
     """dP^j, which replaces P^j: through values, keys, ρ's gate, and M(ρ)."""
     rows, parameters, numbers, stride = buffers.rows, buffers.parameters, buffers.numbers, inputs.stride
-    row, size = row_of(stride), size_of(kind)
+    row, size = row_of(stride, ROWS), size_of(kind)
     for j in range(2):
-        after = _stream(inputs.d_after, j, begin, inputs, kind)
-        other_after = _stream(inputs.d_after, 1 - j, begin, inputs, kind)
-        carrier, weight = _stream(inputs.d_carrier, j, begin, inputs, kind), (RHO + j) * stride
+        after = stream_at(inputs.d_after, j, begin, inputs, kind)
+        other_after = stream_at(inputs.d_after, 1 - j, begin, inputs, kind)
+        carrier, weight = stream_at(inputs.d_carrier, j, begin, inputs, kind), (RHO + j) * stride
         for t in range(tokens):
             rests, slopes = RESTS + 2 * j * LANES + t, SLOPES + 2 * j * LANES + t
             rest, other_rest = number_at(numbers, rests), number_at(numbers, rests + LANES)
@@ -496,7 +451,7 @@ def _stream_gradients(buffers: Any, begin: int, tokens: int, inputs: Any, kind: 
 def _term_gradients(buffers: Any, begin: int, tokens: int, inputs: Any, kind: Any) -> None:
     """dC_k = M(ρ) d_next[k]; for terms with gradients of their own also + u_k·dP, and du_k = Σ_j C_k^j dP^j."""
     rows, parts, stride, size = buffers.rows, buffers.parts, inputs.stride, size_of(kind)
-    row, begun, rho = row_of(stride), begin * inputs.width * size_of(kind), get(buffers.numbers, RHO_VALUE)
+    row, begun, rho = row_of(stride, ROWS), begin * inputs.width * size_of(kind), get(buffers.numbers, RHO_VALUE)
     swap = spread(1.0) - rho
     for k in range(inputs.terms):
         a, b = _pair(inputs.next_coefficients, k, begin, tokens, inputs)
@@ -504,7 +459,7 @@ def _term_gradients(buffers: Any, begin: int, tokens: int, inputs: Any, kind: An
         if k >= inputs.carried:
             update = integers(inputs.updates)[k] + begun
             d_update = integers(inputs.d_updates)[k - inputs.carried] + begun
-            coefficients = _coefficients(inputs.coefficients, k, 0, begin, inputs)
+            coefficients = coefficient_at(inputs.coefficients, k, 0, begin, inputs)
             for t in range(tokens):
                 one, two = spread(0.0), spread(0.0)
                 c, e = number_at(coefficients, t), number_at(coefficients, inputs.tokens + t)
@@ -516,7 +471,7 @@ def _term_gradients(buffers: Any, begin: int, tokens: int, inputs: Any, kind: An
                 put(parts, t * LANES, one)
                 put(parts, SQUARE + t * LANES, two)
             x, y = x + sums(parts, 0), y + sums(parts, SQUARE)
-        place = _coefficients(inputs.d_coefficients, k, 0, begin, inputs)
+        place = coefficient_at(inputs.d_coefficients, k, 0, begin, inputs)
         write(place, types.float32, tokens, x)
         write(place + 4 * inputs.tokens, types.float32, tokens, y)
 
@@ -534,25 +489,18 @@ def _flush(buffers: Any, totals: int, inputs: Any) -> None:
         if _given(n, inputs):
             add_to_sums(totals, buffers.gradients + 4 * n * inputs.stride, inputs.width)
             totals += 8 * inputs.width
-    _clear(buffers, inputs)
-
-
-@compiled
-def _clear(buffers: Any, inputs: Any) -> None:
-    """Set the gradients of the parameters' rows to zero."""
-    for d in range(0, PARAMETERS * inputs.stride, LANES):
-        put(buffers.gradients, d, spread(0.0))
+    clear_gradients(buffers, SIZES, inputs)
 
 
 @kernel(ReadInputs)
 def gated_read_backward(first: int, last: int, totals: int, scratch: int, table: int, kind: Any) -> None:
     inputs = unpack(table, ReadInputs)
-    buffers, flushed, tile = _buffers(scratch, inputs), first, tile_of(inputs.stride)
+    buffers, flushed, tile = buffers_at(scratch, inputs.stride, SIZES), first, tile_of(inputs.stride)
     scales = totals  # sums: the parameters' rows; from here on the scales of α, β and ρ, then their biases
     for n in range(PARAMETERS):
         scales += 8 * inputs.width if _given(n, inputs) else 0
     _copy_parameters(buffers, inputs)
-    _clear(buffers, inputs)
+    clear_gradients(buffers, SIZES, inputs)
     for begin in range(first, last, tile):
         tokens = min(tile, last - begin)
         _compute(buffers, begin, tokens, inputs, kind)

@@ -15,6 +15,7 @@ from torch import Tensor
 from dualres.ops.arguments import HyperReadArguments
 from dualres.ops.cpu.compiler import compiled
 from dualres.ops.cpu.lanes import (
+    LANES,
     add_products,
     exp,
     fma,
@@ -36,14 +37,11 @@ from dualres.ops.cpu.lanes import (
     zero_block,
 )
 from dualres.ops.cpu.launch import address_of, kernel, unpack
-from dualres.ops.cpu.loops import LANES
 from dualres.ops.cpu.rows import integers, pointer, size_of
-from dualres.ops.cpu.tiles import add_to_sums, copy_rows
+from dualres.ops.cpu.tiles import FLUSH, SQUARE, add_to_sums, coefficient_at, copy_rows
 
-SQUARE = LANES * LANES
 WIDE = 1024  # numbers per token, in all streams: with more, a tile has half as many tokens, to stay cached
 SAFE = 50.0  # spread of the logits in a column of H_res, for which plain float32 numbers do
-FLUSH = 16  # tiles whose gradients are added up in float32
 
 
 class Buffers(NamedTuple):
@@ -177,15 +175,9 @@ def hyper_read(arguments: HyperReadArguments, results: list[Tensor]) -> None:
 
 
 @compiled
-def _place(coefficients: int, k: int, j: int, begin: int, inputs: Any) -> int:
-    """The address of C_k^j of a token, in coefficients or their gradients (·,J,N)."""
-    return coefficients + 4 * ((k * inputs.streams + j) * inputs.tokens + begin)
-
-
-@compiled
 def _coefficient(coefficients: int, k: int, j: int, begin: int, tokens: int, inputs: Any) -> Any:
     """C_k^j of a tile."""
-    return read(_place(coefficients, k, j, begin, inputs), types.float32, tokens)
+    return read(coefficient_at(coefficients, k, j, begin, inputs), types.float32, tokens)
 
 
 @compiled
@@ -219,8 +211,8 @@ def _live_streams(buffers: Any, begin: int, tokens: int, inputs: Any, kind: Any)
                 at = ((begin + t) * inputs.width + d) * size
                 for k in range(inputs.terms):
                     x = read(updates[k] + at, kind, inputs.width - d)
-                    one = fma(number_at(_place(inputs.coefficients, k, j, begin, inputs), t), x, one)
-                    two = fma(number_at(_place(inputs.coefficients, k, other, begin, inputs), t), x, two)
+                    one = fma(number_at(coefficient_at(inputs.coefficients, k, j, begin, inputs), t), x, one)
+                    two = fma(number_at(coefficient_at(inputs.coefficients, k, other, begin, inputs), t), x, two)
                 put(live, t * inputs.row + j * inputs.stride + d, one)
                 square = fma(one, one, square)
                 if other != j:
@@ -380,10 +372,10 @@ def _forward(first: int, last: int, _: int, scratch: int, table: int, kind: Any)
                 for j in range(streams):
                     coefficient = _coefficient(inputs.coefficients, k, j, begin, tokens, inputs)
                     x = fma(get(matrix, (i * streams + j) * LANES), coefficient, x)
-                write(_place(inputs.next_coefficients, k, i, begin, inputs), types.float32, tokens, x)
+                write(coefficient_at(inputs.next_coefficients, k, i, begin, inputs), types.float32, tokens, x)
         for j in range(streams):
             x = get(buffers.gate_values, (streams + j) * LANES)
-            write(_place(inputs.next_coefficients, count, j, begin, inputs), types.float32, tokens, x)
+            write(coefficient_at(inputs.next_coefficients, count, j, begin, inputs), types.float32, tokens, x)
         for t in range(tokens):
             factor = number_at(buffers.factors, LANES + t)
             for d in range(0, inputs.width, LANES):
@@ -607,7 +599,7 @@ def _term_gradients(buffers: Any, begin: int, tokens: int, matrix: int, inputs: 
                 for d in range(0, inputs.width, LANES):
                     x = spread(0.0)
                     for j in range(streams):
-                        c = number_at(_place(inputs.coefficients, k, j, begin, inputs), t)
+                        c = number_at(coefficient_at(inputs.coefficients, k, j, begin, inputs), t)
                         x = fma(c, get(d_live, t * inputs.row + j * stride + d), x)
                     place = d_updates[k - inputs.carried] + begun + (t * inputs.width + d) * size_of(kind)
                     write(place, kind, inputs.width - d, x)
@@ -620,7 +612,7 @@ def _term_gradients(buffers: Any, begin: int, tokens: int, matrix: int, inputs: 
             for i in range(streams):
                 d_next = _coefficient(inputs.next_coefficients, k, i, begin, tokens, inputs)
                 x = fma(get(matrix, (i * streams + j) * LANES), d_next, x)
-            write(_place(inputs.d_coefficients, k, j, begin, inputs), types.float32, tokens, x)
+            write(coefficient_at(inputs.d_coefficients, k, j, begin, inputs), types.float32, tokens, x)
 
 
 @kernel(Inputs)

@@ -19,9 +19,11 @@ from numba.core import cgutils
 from numba.extending import models, overload, register_model
 
 from dualres.ops.cpu.compiler import compiled, intrinsic
-from dualres.ops.cpu.loops import FLOATS, LANES, NARROW, WIDEN, WORD
 
-WORDS = ir.VectorType(WORD, LANES)
+LANES = 16  # float32 numbers in the widest vectors of today's CPUs; others split them
+WORD = ir.IntType(32)
+WORDS, FLOATS, HALVES = (ir.VectorType(kind, LANES) for kind in (WORD, ir.FloatType(), ir.HalfType()))
+SHORTS = ir.VectorType(ir.IntType(16), LANES)
 
 
 class Lanes(types.Type):
@@ -247,7 +249,31 @@ def _memory(kind: Any) -> tuple[Any, int, str]:
     """The vector of a stream's elements in memory, the bytes of one, and the vector's name in LLVM."""
     if kind.dtype == types.float32:
         return FLOATS, 4, f"v{LANES}f32"
-    return ir.VectorType(ir.IntType(16), LANES), 2, f"v{LANES}i16"
+    return SHORTS, 2, f"v{LANES}i16"
+
+
+def _from_bfloat16(builder: Any, bits: Any) -> Any:
+    return builder.bitcast(builder.shl(builder.zext(bits, WORDS), _words(16)), FLOATS)
+
+
+def _to_bfloat16(builder: Any, x: Any) -> Any:
+    """Round to nearest, ties to even; NaN stays NaN."""
+    bits = builder.bitcast(x, WORDS)
+    odd = builder.and_(builder.lshr(bits, _words(16)), _words(1))
+    rounded = builder.lshr(builder.add(bits, builder.add(odd, _words(0x7FFF))), _words(16))
+    return builder.trunc(builder.select(builder.fcmp_unordered("uno", x, x), _words(0x7FC0), rounded), SHORTS)
+
+
+def _from_float16(builder: Any, bits: Any) -> Any:
+    return builder.fpext(builder.bitcast(bits, HALVES), FLOATS)
+
+
+def _to_float16(builder: Any, x: Any) -> Any:
+    return builder.bitcast(builder.fptrunc(x, HALVES), SHORTS)
+
+
+WIDEN = {types.float32: lambda _, x: x, types.uint16: _from_bfloat16, types.int16: _from_float16}
+NARROW = {types.float32: lambda _, x: x, types.uint16: _to_bfloat16, types.int16: _to_float16}
 
 
 @intrinsic

@@ -12,8 +12,9 @@ lists of integers, that Python packs once per call, so that no thread runs Pytho
     def _scale(first: int, last: int, sums: int, scratch: int, table: int, kind: Any) -> None:
         inputs = unpack(table, ScaleInputs)
         for t in range(first, last):
-            row = row_at(inputs.rows, t, inputs.width, kind)
-            …  # a loop of `loops`
+            for d in range(0, inputs.width, LANES):
+                place, left = inputs.rows + (t * inputs.width + d) * size_of(kind), inputs.width - d
+                write(place, kind, left, read(place, kind, left) * inputs.factor)
 
     _scale(ScaleInputs(x.data_ptr(), width, 2.0), tokens, x.dtype)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from dualres.ops.arguments import PrefixArguments, SavedPrefix
 from dualres.ops.cpu.compiler import compiled
 from dualres.ops.cpu.lanes import (
+    LANES,
     exp,
     fma,
     get,
@@ -28,7 +29,6 @@ from dualres.ops.cpu.lanes import (
     write,
 )
 from dualres.ops.cpu.launch import kernel, unpack
-from dualres.ops.cpu.loops import LANES
 from dualres.ops.cpu.rows import LINE, integers, pointer, prefetch, prefetch_to_write, size_of
 from dualres.ops.cpu.tiles import copy_rows
 

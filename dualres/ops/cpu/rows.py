@@ -1,14 +1,10 @@
-"""Access to rows in compiled code: by address, with prefetch, and functions chosen by type."""
-# D width
+"""Access to memory in compiled code: by address, with prefetch."""
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import overload
 
 from dualres.ops.cpu.compiler import compiled, intrinsic
 
@@ -36,18 +32,6 @@ def size_of(context: Any, kind: Any) -> Any:
 
 
 @compiled
-def row_at(address: int, token: int, width: int, kind: Any) -> Any:
-    """A pointer to row `token` of a stream at an address."""
-    return pointer(address + token * width * size_of(kind), kind)
-
-
-@compiled
-def floats(address: int) -> Any:
-    """A pointer to float32 numbers."""
-    return pointer(address, types.float32)
-
-
-@compiled
 def integers(address: int) -> Any:
     """A pointer to int64 numbers: a list among a kernel's inputs."""
     return pointer(address, types.int64)
@@ -71,24 +55,3 @@ def _prefetching(to_write: int, text: str) -> Any:
 
 prefetch = _prefetching(0, "Prefetch a cache line.")
 prefetch_to_write = _prefetching(1, "Prefetch a cache line that will be written.")
-AHEAD = 8  # rows
-
-
-@compiled
-def prefetch_row_to_write(address: int, row: int, width: int, kind: Any) -> None:
-    """Prefetch a row of a stream AHEAD of this one: without it, a kernel waits for the lines that it overwrites."""
-    size = width * size_of(kind)
-    begin = address + (row + AHEAD) * size
-    for line in range(0, size, LINE):
-        prefetch_to_write(begin + line)
-
-
-def by_type(choose: Callable[..., Any]) -> Any:
-    """A decorator for functions of compiled code: `choose` returns the implementation for its argument types."""
-
-    @functools.wraps(choose)
-    def function(*arguments: Any) -> Any:
-        raise NotImplementedError("compiled code only")
-
-    overload(function, strict=False)(choose)  # lambdas have no annotations
-    return function

@@ -1,14 +1,36 @@
-"""What kernels that take a tile of tokens at a time do with its rows, in buffers of their own."""
-# D width
+"""What kernels that take a tile of tokens at a time do with its rows: in streams, and in buffers of their own."""
+# N tokens  D width  J streams  K updates
 
 from typing import Any
 
 from numba import types
 
 from dualres.ops.cpu.compiler import compiled
-from dualres.ops.cpu.lanes import put, read
-from dualres.ops.cpu.loops import LANES
-from dualres.ops.cpu.rows import pointer, size_of
+from dualres.ops.cpu.lanes import LANES, put, read
+from dualres.ops.cpu.rows import pointer, prefetch, size_of
+
+SQUARE = LANES * LANES  # numbers: a vector for each token of a tile
+FLUSH = 16  # tiles whose gradients are added up in float32
+AHEAD = 3072  # bytes from a vector to one that is prefetched
+
+
+@compiled
+def stream_at(address: int, j: int, token: int, inputs: Any, kind: Any) -> int:
+    """The address of a token's row of stream j. (J,N,D)"""
+    return address + (j * inputs.tokens + token) * inputs.width * size_of(kind)
+
+
+@compiled
+def coefficient_at(address: int, k: int, j: int, token: int, inputs: Any) -> int:
+    """The address of C_k^j of a token, in coefficients or their gradients. (K,J,N)"""
+    return address + 4 * ((k * inputs.streams + j) * inputs.tokens + token)
+
+
+@compiled
+def read_ahead(address: int, kind: Any, left: int) -> Any:
+    """`read`, and prefetch what follows in the stream: hardware does not keep up with short rows of many streams."""
+    prefetch(address + AHEAD)
+    return read(address, kind, left)
 
 
 @compiled
