@@ -30,9 +30,9 @@ from dualres.ops.cpu.read_inputs import (
     add_rows,
     buffers_at,
     clear_gradients,
+    is_backward,
     norm_shrink,
     row_of,
-    scratch_of,
     tile_of,
     write_branch_input,
 )
@@ -41,7 +41,7 @@ from dualres.ops.cpu.tiles import FLUSH, SQUARE, add_to_sums, coefficient_at, co
 
 # Rows of parameters: q^o; W of the gate values α⁰, α¹, β⁰ and β¹ by output; W_ρ by stream; the norm's weight.
 QUERY, GATES, RHO, NORM, PARAMETERS = 0, 2, 10, 12, 13
-# Rows of a token: P^j, later dP^j; h^o, later dh^o; the branch input before its norm; its gradient.
+# Rows of a token: P^j, later dP^j; h^o, later dh^o; the branch input m before its norm, later dw; dm.
 LIVE, H, MIXED, D_MIXED, ROWS = 0, 2, 4, 5, 6
 # Numbers of a token: two by stream or output; four by gate value, or by stream and output; one.
 SQUARES, OWN, REST, SCORES, KEY_NORMS, ITSELF = range(0, 12 * LANES, 2 * LANES)
@@ -57,14 +57,7 @@ PRODUCTS, VALUES, D_PRODUCTS, RESTS, SLOPES = range(12 * LANES, 32 * LANES, 4 * 
     FACTOR,
     NORM_SHRINK,
 ) = range(32 * LANES, 41 * LANES, LANES)
-
-
-SIZES = Sizes(ROWS, parts=6, numbers=41, parameters=PARAMETERS)
-
-
-def gated_scratch(inputs: ReadInputs, backward: bool) -> int:
-    """The size of a part's own memory."""
-    return scratch_of(inputs, SIZES, backward)
+GATED = Sizes(ROWS, parts=6, numbers=41, parameters=PARAMETERS)
 
 
 @compiled
@@ -80,11 +73,6 @@ def _copy_parameters(buffers: Any, inputs: Any) -> None:
 
 
 @compiled
-def _is_backward(inputs: Any) -> bool:
-    return inputs.d_retrieved != 0
-
-
-@compiled
 def _live_streams(buffers: Any, begin: int, tokens: int, inputs: Any, kind: Any) -> None:
     """P^j = Σ_k C_k^j u_k of a tile; parts of |P⁰|², |P¹|², q^o·P^key of both outputs, Σ_j P^j·W_ρ^j and, backward,
     (g⁰ − g¹)·(P⁰ − P¹) with the gradient g of M(ρ) P."""
@@ -95,7 +83,7 @@ def _live_streams(buffers: Any, begin: int, tokens: int, inputs: Any, kind: Any)
     other_after = stream_at(inputs.d_after, 1, begin, inputs, kind)
     carrier = stream_at(inputs.d_carrier, 0, begin, inputs, kind)
     other_carrier = stream_at(inputs.d_carrier, 1, begin, inputs, kind)
-    d_updates, fresh = integers(inputs.d_updates), inputs.terms - inputs.carried if _is_backward(inputs) else 0
+    d_updates, fresh = integers(inputs.d_updates), inputs.terms - inputs.carried if is_backward(inputs) else 0
     for t in range(tokens):
         square = square_too = score = score_too = product = crossed = spread(0.0)
         for d in range(0, inputs.width, LANES):
@@ -168,7 +156,7 @@ def _merge(buffers: Any, begin: int, tokens: int, inputs: Any, kind: Any) -> Non
         for d in range(0, inputs.width, LANES):
             at, left, weight = (t * inputs.width + d) * size_of(kind), inputs.width - d, GATES * stride + d
             x, y = read_ahead(one + at, kind, left), read_ahead(two + at, kind, left)
-            if _is_backward(inputs):
+            if is_backward(inputs):
                 prefetch_to_write(d_one + at)
                 prefetch_to_write(d_two + at)
             else:
@@ -234,7 +222,7 @@ def _compute(buffers: Any, begin: int, tokens: int, inputs: Any, kind: Any) -> N
 @kernel(ReadInputs)
 def gated_read(first: int, last: int, _: int, scratch: int, table: int, kind: Any) -> None:
     inputs = unpack(table, ReadInputs)
-    buffers, stride, row = buffers_at(scratch, inputs.stride, SIZES), inputs.stride, row_of(inputs.stride, ROWS)
+    buffers, stride, row = buffers_at(scratch, inputs.stride, GATED), inputs.stride, row_of(inputs.stride, ROWS)
     numbers, next_coefficients, count = buffers.numbers, inputs.next_coefficients, inputs.terms
     mixed, norm = buffers.rows + 4 * MIXED * stride, buffers.parameters + 4 * NORM * stride
     _copy_parameters(buffers, inputs)
@@ -489,18 +477,18 @@ def _flush(buffers: Any, totals: int, inputs: Any) -> None:
         if _given(n, inputs):
             add_to_sums(totals, buffers.gradients + 4 * n * inputs.stride, inputs.width)
             totals += 8 * inputs.width
-    clear_gradients(buffers, SIZES, inputs)
+    clear_gradients(buffers, GATED, inputs)
 
 
 @kernel(ReadInputs)
 def gated_read_backward(first: int, last: int, totals: int, scratch: int, table: int, kind: Any) -> None:
     inputs = unpack(table, ReadInputs)
-    buffers, flushed, tile = buffers_at(scratch, inputs.stride, SIZES), first, tile_of(inputs.stride)
+    buffers, flushed, tile = buffers_at(scratch, inputs.stride, GATED), first, tile_of(inputs.stride)
     scales = totals  # sums: the parameters' rows; from here on the scales of α, β and ρ, then their biases
     for n in range(PARAMETERS):
         scales += 8 * inputs.width if _given(n, inputs) else 0
     _copy_parameters(buffers, inputs)
-    clear_gradients(buffers, SIZES, inputs)
+    clear_gradients(buffers, GATED, inputs)
     for begin in range(first, last, tile):
         tokens = min(tile, last - begin)
         _compute(buffers, begin, tokens, inputs, kind)
@@ -513,6 +501,6 @@ def gated_read_backward(first: int, last: int, totals: int, scratch: int, table:
             _add_query_gradients(buffers, tokens, inputs)
             _stream_gradients(buffers, begin, tokens, inputs, kind)
             _term_gradients(buffers, begin, tokens, inputs, kind)
-        if begin + tokens - flushed >= FLUSH * tile or begin + tokens == last:
+        if begin + tokens - flushed >= FLUSH or begin + tokens == last:
             _flush(buffers, totals, inputs)
             flushed = begin + tokens

@@ -646,6 +646,6 @@ def _backward(first: int, last: int, totals: int, scratch: int, table: int, kind
         _stream_gradients(buffers, begin, tokens, matrix, inputs, kind)
         _add_weight_gradients(buffers, tokens, inputs)
         _term_gradients(buffers, begin, tokens, matrix, inputs, kind)
-        if begin + tokens - flushed >= FLUSH * inputs.tile or begin + tokens == last:
+        if begin + tokens - flushed >= FLUSH or begin + tokens == last:
             _flush(buffers, totals, inputs)
             flushed = begin + tokens

@@ -71,12 +71,18 @@ def _write(first: int, last: int, _: int, scratch: int, table: int, kind: Any) -
 
 def write_backward(d_live: Tensor, arguments: WriteArguments, gradients: WriteArguments) -> None:
     inputs = _write_inputs(arguments, d_live, gradients)
-    _write_backward(inputs, inputs.tokens, d_live.dtype, inputs.width + LANES)
+    _write_backward(inputs, inputs.tokens, d_live.dtype, inputs.width)
 
 
 @compiled
-def _pair_backward(t: int, k: int, j: int, sums: int, inputs: Any, kind: Any) -> None:
-    """Streams j and j + 1 in du_k = Σ_j C_k^j dP^j, summed over pairs at `sums`; dC_k^j = u_k · dP^j if learned."""
+def _set_coefficient(k: int, j: int, t: int, value: float, inputs: Any) -> None:
+    """The gradient of C_k^j of a token."""
+    pointer(coefficient_at(inputs.d_coefficients, k, j, t, inputs), types.float32)[0] = value
+
+
+@compiled
+def _pair_backward(t: int, k: int, j: int, partial: int, inputs: Any, kind: Any) -> None:
+    """Streams j and j + 1 in du_k = Σ_j C_k^j dP^j, summed over pairs in a row; dC_k^j = u_k · dP^j if learned."""
     other, learned, fresh = min(j + 1, inputs.streams - 1), inputs.d_coefficients != 0, k - inputs.carried
     row, other_row = stream_at(inputs.live, j, t, inputs, kind), stream_at(inputs.live, other, t, inputs, kind)
     a, b = number_at(coefficient_at(inputs.coefficients, k, j, t, inputs), 0), spread(0.0)
@@ -94,16 +100,14 @@ def _pair_backward(t: int, k: int, j: int, sums: int, inputs: Any, kind: Any) ->
             product, other_product = fma(u, x, product), fma(u, y, other_product)
         z = fma(a, x, b * y)
         if j > 0:
-            z = z + get(sums, d)
+            z = z + get(partial, d)
         if j + 2 < inputs.streams:
-            put(sums, d, z)
+            put(partial, d, z)
         else:
             lanes.write(d_update + at, kind, left, z)
     if learned:
-        pointer(coefficient_at(inputs.d_coefficients, k, j, t, inputs), types.float32)[0] = total(product, LANES)
-        pointer(coefficient_at(inputs.d_coefficients, k, other, t, inputs), types.float32)[0] = total(
-            other_product, LANES
-        )
+        _set_coefficient(k, j, t, total(product, LANES), inputs)
+        _set_coefficient(k, other, t, total(other_product, LANES), inputs)
 
 
 @kernel(WriteInputs)
@@ -112,7 +116,7 @@ def _write_backward(first: int, last: int, _: int, scratch: int, table: int, kin
     for t in range(first, last):
         for k in range(inputs.carried if inputs.d_coefficients != 0 else 0):
             for j in range(inputs.streams):
-                pointer(coefficient_at(inputs.d_coefficients, k, j, t, inputs), types.float32)[0] = 0
+                _set_coefficient(k, j, t, 0.0, inputs)
         for k in range(inputs.carried, inputs.terms):
             for j in range(0, inputs.streams, 2):
                 _pair_backward(t, k, j, scratch, inputs, kind)

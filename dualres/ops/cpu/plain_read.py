@@ -17,9 +17,9 @@ from dualres.ops.cpu.read_inputs import (
     add_rows,
     buffers_at,
     clear_gradients,
+    is_backward,
     norm_shrink,
     row_of,
-    scratch_of,
     tile_of,
     write_branch_input,
 )
@@ -28,16 +28,11 @@ from dualres.ops.cpu.tiles import FLUSH, SQUARE, add_to_sums, coefficient_at, co
 
 # Rows of parameters: the query, the norm's weight.
 QUERY, NORM, PARAMETERS = 0, 1, 2
-# Rows of a token: P^j, later dP^j; the branch input m before its norm; dm.
+# Rows of a token: P^j, later dP^j; the branch input m before its norm, later dw; dm.
 LIVE, MIXED, D_MIXED, ROWS = 0, 2, 3, 4
 # Numbers of a token.
 OWN, REST, SCORE, KEY_NORM, SLOPE, ITSELF, FACTOR, SHRINK = range(0, 8 * LANES, LANES)
-SIZES = Sizes(ROWS, parts=2, numbers=8, parameters=PARAMETERS)
-
-
-def plain_scratch(inputs: ReadInputs, backward: bool) -> int:
-    """The size of a part's own memory."""
-    return scratch_of(inputs, SIZES, backward)
+PLAIN = Sizes(ROWS, parts=2, numbers=8, parameters=PARAMETERS)
 
 
 @compiled
@@ -55,7 +50,7 @@ def _live_streams(buffers: Any, begin: int, tokens: int, inputs: Any, kind: Any)
     updates, rows, parts = integers(inputs.updates), buffers.rows, buffers.parts
     stride, size = inputs.stride, size_of(kind)
     row, key, begun = row_of(stride, ROWS), integers(inputs.key)[0], begin * inputs.width * size_of(kind)
-    d_updates, fresh = integers(inputs.d_updates), inputs.terms - inputs.carried if inputs.d_retrieved != 0 else 0
+    d_updates, fresh = integers(inputs.d_updates), inputs.terms - inputs.carried if is_backward(inputs) else 0
     for j in range(inputs.streams):
         carrier = stream_at(inputs.d_carrier, j, begin, inputs, kind)
         for t in range(tokens):
@@ -108,7 +103,7 @@ def _merge(buffers: Any, begin: int, tokens: int, inputs: Any, kind: Any) -> Non
     """m = λ h̃ + (1 − λ) P^value of a tile, or h̃ without a live state, and the inverse norm of m."""
     numbers, stride = buffers.numbers, inputs.stride
     begun, live = begin * inputs.width * size_of(kind), (LIVE + integers(inputs.value)[0]) * stride
-    written = (inputs.h if inputs.d_retrieved == 0 else inputs.d_retrieved) + begun
+    written = (inputs.d_retrieved if is_backward(inputs) else inputs.h) + begun
     for t in range(tokens):
         square = square_too = spread(0.0)
         for d in range(0, inputs.width - LANES, 2 * LANES):
@@ -134,7 +129,7 @@ def _compute(buffers: Any, begin: int, tokens: int, inputs: Any, kind: Any) -> N
 @kernel(ReadInputs)
 def plain_read(first: int, last: int, _: int, scratch: int, table: int, kind: Any) -> None:
     inputs = unpack(table, ReadInputs)
-    buffers, stride = buffers_at(scratch, inputs.stride, SIZES), inputs.stride
+    buffers, stride = buffers_at(scratch, inputs.stride, PLAIN), inputs.stride
     mixed, norm = buffers.rows + 4 * MIXED * stride, buffers.parameters + 4 * NORM * stride
     factors, row = buffers.numbers + 4 * FACTOR, row_of(stride, ROWS)
     _copy_parameters(buffers, inputs)
@@ -244,17 +239,17 @@ def _flush(buffers: Any, totals: int, inputs: Any) -> None:
         totals += 8 * inputs.width
     if inputs.norm != 0:
         add_to_sums(totals, buffers.gradients + 4 * NORM * inputs.stride, inputs.width)
-    clear_gradients(buffers, SIZES, inputs)
+    clear_gradients(buffers, PLAIN, inputs)
 
 
 @kernel(ReadInputs)
 def plain_read_backward(first: int, last: int, totals: int, scratch: int, table: int, kind: Any) -> None:
     inputs = unpack(table, ReadInputs)
-    buffers, stride = buffers_at(scratch, inputs.stride, SIZES), inputs.stride
+    buffers, stride = buffers_at(scratch, inputs.stride, PLAIN), inputs.stride
     flushed, tile, row = first, tile_of(stride), row_of(stride, ROWS)
     d_norm, d_weight = buffers.gradients + 4 * NORM * stride, buffers.rows + 4 * MIXED * stride
     _copy_parameters(buffers, inputs)
-    clear_gradients(buffers, SIZES, inputs)
+    clear_gradients(buffers, PLAIN, inputs)
     for begin in range(first, last, tile):
         tokens = min(tile, last - begin)
         _compute(buffers, begin, tokens, inputs, kind)
@@ -266,6 +261,6 @@ def plain_read_backward(first: int, last: int, totals: int, scratch: int, table:
             _add_query_gradient(buffers, tokens, inputs)
             _stream_gradients(buffers, begin, tokens, inputs, kind)
             _update_gradients(buffers, begin, tokens, inputs, kind)
-        if begin + tokens - flushed >= FLUSH * tile or begin + tokens == last:
+        if begin + tokens - flushed >= FLUSH or begin + tokens == last:
             _flush(buffers, totals, inputs)
             flushed = begin + tokens

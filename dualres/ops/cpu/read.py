@@ -6,16 +6,16 @@ Both compute in float32. Gradients of parameters are summed over some tiles of t
 from torch import Tensor
 
 from dualres.ops.arguments import ReadArguments
-from dualres.ops.cpu.gated_read import gated_read, gated_read_backward, gated_scratch
+from dualres.ops.cpu.gated_read import GATED, gated_read, gated_read_backward
 from dualres.ops.cpu.launch import address_of
-from dualres.ops.cpu.plain_read import plain_read, plain_read_backward, plain_scratch
-from dualres.ops.cpu.read_inputs import read_inputs
+from dualres.ops.cpu.plain_read import PLAIN, plain_read, plain_read_backward
+from dualres.ops.cpu.read_inputs import read_inputs, scratch_of
 
 
 def read(arguments: ReadArguments, results: list[Tensor]) -> None:
     inputs = read_inputs(arguments, *results)
-    run, scratch = (gated_read, gated_scratch) if arguments.gates else (plain_read, plain_scratch)
-    run(inputs, inputs.tokens, arguments.retrieved.dtype, scratch(inputs, backward=False))
+    run, sizes = (gated_read, GATED) if arguments.gates else (plain_read, PLAIN)
+    run(inputs, inputs.tokens, arguments.retrieved.dtype, scratch_of(inputs, sizes, backward=False))
 
 
 def read_backward(
@@ -41,5 +41,5 @@ def read_backward(
     )
     rows = [gradients.query, *gradients.gates[::3], gradients.norm]
     sums = [*rows, *gradients.gates[1::3], *gradients.gates[2::3]]
-    run, scratch = (gated_read_backward, gated_scratch) if arguments.gates else (plain_read_backward, plain_scratch)
-    run(inputs, inputs.tokens, arguments.retrieved.dtype, scratch(inputs, backward=True), sums)
+    run, sizes = (gated_read_backward, GATED) if arguments.gates else (plain_read_backward, PLAIN)
+    run(inputs, inputs.tokens, arguments.retrieved.dtype, scratch_of(inputs, sizes, backward=True), sums)

@@ -74,6 +74,11 @@ def read_inputs(arguments: ReadArguments, h: Tensor, next_coefficients: Tensor, 
     )
 
 
+@compiled
+def is_backward(inputs: Any) -> bool:
+    return inputs.d_retrieved != 0
+
+
 class Sizes(NamedTuple):
     """How many there are in the buffers of a read."""
 
