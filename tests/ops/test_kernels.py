@@ -48,10 +48,11 @@ def kind(request: Any, monkeypatch: Any) -> str:
 
 
 class Numbers:
-    """Random tensors, in turn from one generator."""
+    """Random tensors, in turn from one generator, and the shape that streams should have."""
 
-    def __init__(self, dtype: torch.dtype, seed: int = 0):
-        self.dtype, self.generator = dtype, torch.Generator().manual_seed(seed)
+    def __init__(self, dtype: torch.dtype, shape: tuple[int, int, int] = ODD):
+        self.dtype, self.generator = dtype, torch.Generator().manual_seed(0)
+        self.shape, self.width = shape, shape[-1]
 
     def parameter(self, *shape: int, scale: float = 1.0) -> Tensor:
         return scale * torch.randn(shape, generator=self.generator)
@@ -289,8 +290,8 @@ def test_write(kind: str, streams: int, count: int, learned: bool, dtype: str):
 
 
 def chain_of_gated_reads(draw: Numbers) -> tuple[list[Tensor], Op]:
-    inputs = [draw.stream(2, *ODD), draw.parameter(2, *ODD[:2]), draw.parameter(2, WIDTH, scale=0.3)]
-    inputs += [parameter for values in (2, 2, 1) for parameter in draw.gate(values, 2, WIDTH)]
+    inputs = [draw.stream(2, *draw.shape), draw.parameter(2, *draw.shape[:2]), draw.parameter(2, draw.width, scale=0.3)]
+    inputs += [parameter for values in (2, 2, 1) for parameter in draw.gate(values, 2, draw.width)]
 
     def call(h: Tensor, partition: Tensor, query: Tensor, *rest: Tensor) -> list[Tensor]:
         gates = [GateParameters(*rest[g : g + 3]) for g in (0, 3, 6)]
@@ -303,13 +304,17 @@ def chain_of_gated_reads(draw: Numbers) -> tuple[list[Tensor], Op]:
         assert live is not None
         return [*found, ops.write(live)]
 
-    return [*inputs, *(draw.stream(*ODD) for _ in range(4))], call
+    return [*inputs, *(draw.stream(*draw.shape) for _ in range(4))], call
 
 
 def chain_of_reads(rule: ops.Route, streams: int) -> Callable[[Numbers], tuple[list[Tensor], Op]]:
     def inputs(draw: Numbers) -> tuple[list[Tensor], Op]:
-        given = [draw.stream(1, *ODD), draw.parameter(1, *ODD[:2]), draw.parameter(1, WIDTH, scale=0.3)]
-        return [*given, draw.parameter(WIDTH), *(draw.stream(*ODD) for _ in range(3 * streams))], call
+        given = [
+            draw.stream(1, *draw.shape),
+            draw.parameter(1, *draw.shape[:2]),
+            draw.parameter(1, draw.width, scale=0.3),
+        ]
+        return [*given, draw.parameter(draw.width), *(draw.stream(*draw.shape) for _ in range(3 * streams))], call
 
     def call(h: Tensor, partition: Tensor, query: Tensor, weight: Tensor, *updates: Tensor) -> list[Tensor]:
         prefix, live, found, norm = Prefix(h, partition), None, [], Norm(weight, NORM_EPS)
@@ -324,7 +329,7 @@ def chain_of_reads(rule: ops.Route, streams: int) -> Callable[[Numbers], tuple[l
 
 
 def chain_of_hyper_reads(draw: Numbers) -> tuple[list[Tensor], Op]:
-    gates = [parameter for values in (3, 3, 9) for parameter in draw.gate(values, 3, WIDTH)]
+    gates = [parameter for values in (3, 3, 9) for parameter in draw.gate(values, 3, draw.width)]
 
     def call(state: Tensor, *rest: Tensor) -> list[Tensor]:
         live, found, own = of_streams(state), [], [GateParameters(*rest[g : g + 3]) for g in (0, 3, 6)]
@@ -334,7 +339,7 @@ def chain_of_hyper_reads(draw: Numbers) -> tuple[list[Tensor], Op]:
             found.append(read)
         return [*found, ops.write(live)]
 
-    return [draw.stream(3, *ODD), *gates, *(draw.stream(*ODD) for _ in range(3))], call
+    return [draw.stream(3, *draw.shape), *gates, *(draw.stream(*draw.shape) for _ in range(3))], call
 
 
 def chain_of_prefixes(draw: Numbers) -> tuple[list[Tensor], Op]:
@@ -346,7 +351,7 @@ def chain_of_prefixes(draw: Numbers) -> tuple[list[Tensor], Op]:
             found += prefixes
         return flat_prefix(tuple(found))
 
-    return [draw.parameter(2, 2, WIDTH, scale=0.3), *(draw.stream(2, *ODD) for _ in range(3))], call
+    return [draw.parameter(2, 2, draw.width, scale=0.3), *(draw.stream(2, *draw.shape) for _ in range(3))], call
 
 
 CHAINS = {
@@ -365,6 +370,15 @@ def test_gradients_that_are_passed_on(kind: str, name: str, dtype: str):
     """Every operator but the last adds to a gradient that a later one has sent through a carrier."""
     inputs, call = CHAINS[name](Numbers(DTYPES[dtype]))
     compare(call, call, inputs, DTYPES[dtype])  # in float64 these are the equations, without carriers
+
+
+@pytest.mark.parametrize("width", [300, 1040])
+@pytest.mark.parametrize("name", ["gated_read", "read", "read-vproj"])
+def test_tiles_of_few_tokens(name: str, width: int, monkeypatch: Any):
+    """On a CPU, a tile of wide rows has 13 or 4 tokens; both widths end with half a pair of vectors."""
+    monkeypatch.setattr(dispatch, "FORCED", "cpu")
+    inputs, call = CHAINS[name](Numbers(torch.float32, (1, 75, width)))
+    compare(call, call, inputs, torch.float32)
 
 
 @pytest.mark.parametrize("name", ["gated_read", "hyper_read"])

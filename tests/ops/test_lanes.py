@@ -11,10 +11,11 @@ from numba import njit, types
 from torch import Tensor
 
 from dualres import ops
-from dualres.ops import GateParameters, Live, Norm, reference
+from dualres.ops import GateParameters, Live, Norm, Prefix, Route, reference
 from dualres.ops.cpu import lanes
 from dualres.ops.cpu.lanes import LANES
 from dualres.residual import route
+from dualres.residual.live import appended, plus
 from tests.small import relative_error
 
 EPS = 1e-6
@@ -139,11 +140,60 @@ def hyper(draw: Callable[..., Tensor], tokens: int, below: float = 0.0) -> tuple
     return [draw(3, 4, 1, tokens, 1), *(draw(1, 1, tokens, 24) for _ in range(3))], call
 
 
+WIDE = 300  # a tile has fewer than LANES tokens
+
+
+def plain(
+    draw: Callable[..., Tensor], tokens: int, rule: Route = route.SINGLE
+) -> tuple[Streams, Callable[..., Streams]]:
+    """Three reads, each with the carriers of the one before."""
+    count, query, norm = 1 + max(*rule.key, *rule.value), draw(1, WIDE) / 9, Norm(draw(WIDE), EPS)
+
+    def call(partition: Tensor, retrieved: Tensor, *updates: Tensor) -> Streams:
+        prefix, live, found = Prefix(retrieved, partition.squeeze(-1)), None, []
+        for n in range(0, len(updates), count):
+            read, prefix, live = ops.read(prefix, live, query=query, route=rule, eps=EPS, norm=norm)
+            live = plus(live, tuple(update.squeeze(0) for update in updates[n : n + count]))
+            found.append(read.unsqueeze(0))
+        return found
+
+    return [draw(1, 1, tokens, 1), *(draw(1, 1, tokens, WIDE) for _ in range(1 + 3 * count))], call
+
+
+def value_projected(draw: Callable[..., Tensor], tokens: int) -> tuple[Streams, Callable[..., Streams]]:
+    return plain(draw, tokens, route.VALUE_PROJECTED)
+
+
+def gated(draw: Callable[..., Tensor], tokens: int) -> tuple[Streams, Callable[..., Streams]]:
+    """Three reads, each with the carriers of the one before."""
+    gates = [GateParameters(draw(n, 2, WIDE) / 10, torch.ones(1), draw(n)) for n in (2, 2, 1)]
+    query, norm = draw(2, WIDE) / 9, Norm(draw(WIDE), EPS)
+
+    def call(partition: Tensor, retrieved: Tensor, *updates: Tensor) -> Streams:
+        prefix, live, found = Prefix(retrieved, partition.squeeze(-1)), None, []
+        for update in updates:
+            own: Any = {"query": query, "gates": gates if live else gates[:2], "norm": norm}
+            read, prefix, live = ops.gated_read(prefix, live, route=route.DUAL, eps=EPS, **own)
+            found += [read.unsqueeze(0), live.coefficients.unsqueeze(-1)]
+            live = appended(live, update.squeeze(0))
+        return found
+
+    return [draw(2, 1, tokens, 1), draw(2, 1, tokens, WIDE), *(draw(1, 1, tokens, WIDE) for _ in range(3))], call
+
+
+def written(draw: Callable[..., Tensor], tokens: int) -> tuple[Streams, Callable[..., Streams]]:
+    def call(coefficients: Tensor, *updates: Tensor) -> Streams:
+        return [ops.write(Live(tuple(update.squeeze(0) for update in updates), coefficients.squeeze(-1)))]
+
+    return [draw(3, 5, 1, tokens, 1), *(draw(1, 1, tokens, 24) for _ in range(3))], call
+
+
 def gradients(streams: Streams, call: Callable[..., Streams]) -> Streams:
     """The results, and the gradients of the streams."""
     leaves = [stream.clone().requires_grad_() for stream in streams]
     results = call(*leaves)
-    return [*results, *torch.autograd.grad(results, leaves, [x.detach().square() for x in results])]
+    found = torch.autograd.grad(results, leaves, [x.detach().square() for x in results], allow_unused=True)
+    return [*results, *(gradient for gradient in found if gradient is not None)]
 
 
 def random(*shape: int) -> Tensor:
@@ -155,7 +205,10 @@ def hyper_in_float64(draw: Callable[..., Tensor], tokens: int) -> tuple[Streams,
     return hyper(draw, tokens, below=49.0)
 
 
-@pytest.mark.parametrize("make", [prefixed, hyper, hyper_in_float64])
+KERNELS = [prefixed, plain, value_projected, gated, hyper, written]
+
+
+@pytest.mark.parametrize("make", [*KERNELS, hyper_in_float64])
 def test_results_do_not_depend_on_the_place_in_a_tile(make: Any):
     """Nor on how many tokens there are, or threads: tokens are on the axis before the last."""
     torch.manual_seed(0)
@@ -168,7 +221,7 @@ def test_results_do_not_depend_on_the_place_in_a_tile(make: Any):
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize("make", [prefixed, hyper])
+@pytest.mark.parametrize("make", KERNELS)
 def test_a_number_that_is_not_finite_stays_with_its_token(make: Any, bad: float):
     torch.manual_seed(0)
     streams, call = make(random, 21)
