@@ -10,7 +10,7 @@ from dualres.ops.cpu.lanes import LANES, put, read
 from dualres.ops.cpu.rows import pointer, prefetch, size_of
 
 SQUARE = LANES * LANES  # numbers: a vector for each token of a tile
-FLUSH = 64  # tokens whose gradients are added up in float32, or a tile more
+FLUSH = 64  # tokens, rounded up to whole tiles, whose gradients are summed in float32
 AHEAD = 3072  # bytes from a vector to one that is prefetched
 
 
