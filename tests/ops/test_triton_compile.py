@@ -11,8 +11,8 @@ import pytest
 from dualres.ops.traffic import ONE_PASS
 
 pytest.importorskip("triton")
-TARGETS = ["sm_80", "sm_90", "sm_100", "gfx942", "gfx90a", "gfx1100"]
-LESS_USED = {"gfx90a", "gfx1100"}
+TARGETS = ["sm_80", "sm_90", "sm_100", "sm_120", "gfx90a", "gfx942", "gfx1100"]
+LESS_USED = {"sm_120", "gfx90a", "gfx1100"}
 WIDTHS = [640, 1024, 1280, 2048, 4096]
 BETWEEN = {1024, 1280, 2048}  # they need fewer registers than 4096
 MATRIX = [(target, dtype, width) for target in TARGETS for dtype in ("bfloat16", "float32") for width in WIDTHS]
@@ -37,6 +37,16 @@ KERNELS = {
     ],
 )
 def test_no_kernel_spills(target: str, dtype: str, width: int):
+    check_that_nothing_spills(target, dtype, width)
+
+
+@pytest.mark.slow
+def test_a_kernel_that_takes_every_register_does_not_spill():
+    """That of gradients of updates in mHC-4."""
+    check_that_nothing_spills("sm_120", "float32", 640)
+
+
+def check_that_nothing_spills(target: str, dtype: str, width: int) -> None:
     rows = compiled(target, dtype, str(width))
     in_one_pass = {"live._weight_gradients"} if width <= min(ONE_PASS.values()) else set()
     assert {row["kernel"] for row in rows} == KERNELS - in_one_pass

@@ -365,18 +365,11 @@ def _row_gradients(
     for start in range(0, SHAPE.D, SHAPE.WIDTH):
         column = start + tl.arange(0, SHAPE.WIDTH)
         tile = tiles.tile_at(token, column, tokens, SHAPE.D)
-        live, last, weights, mixed = _live_tile(given, numbers.pre, count, tile, STREAMS)
-        gradient = tiles.load_row(d_h, tile)
-        if norm is not None:
-            r = tiles.load_number(numbers.norm_factors, 0, tile)[:, None]
-            norm_shrink = tiles.load_number(numbers.norm_factors, 1, tile)[:, None]
-            gradient = r * tiles.parameter(norm, tile) * gradient - norm_shrink * mixed
-        d_live = ()
+        d_live = ()  # what needs the live streams comes last, so that fewer rows are in registers at a time
         for j in tl.static_range(STREAMS):
             weight_at = weight + (value[:, None] * STREAMS + j) * SHAPE.D + column[None, :]
             part = tl.load(weight_at, (value < SHAPE.VALUES)[:, None] & (column < SHAPE.D)[None, :], other=0.0)
-            through_gates = tl.dot(factor, part, input_precision=SHAPE.PRECISION)
-            d_live = d_live + (weights[j] * gradient + through_gates - shrink * live[j],)
+            d_live = d_live + (tl.dot(factor, part, input_precision=SHAPE.PRECISION),)
         if d_moved is not None:
             for i in range(0, STREAMS):
                 row = tiles.load_row(d_moved + i * tokens * SHAPE.D, tile)
@@ -384,6 +377,16 @@ def _row_gradients(
                 for j in tl.static_range(STREAMS):
                     terms = terms + (tiles.load_number(numbers.matrix, i * STREAMS + j, tile)[:, None] * row,)
                 d_live = tiles.added(d_live, terms)
+        live, last, weights, mixed = _live_tile(given, numbers.pre, count, tile, STREAMS)
+        gradient = tiles.load_row(d_h, tile)
+        if norm is not None:
+            r = tiles.load_number(numbers.norm_factors, 0, tile)[:, None]
+            norm_shrink = tiles.load_number(numbers.norm_factors, 1, tile)[:, None]
+            gradient = r * tiles.parameter(norm, tile) * gradient - norm_shrink * mixed
+        terms = ()
+        for j in tl.static_range(STREAMS):
+            terms = terms + (weights[j] * gradient - shrink * live[j],)
+        d_live = tiles.added(d_live, terms)
         if d_given.carrier is not None:
             for j in tl.static_range(STREAMS):
                 tiles.store_row(d_given.carrier + j * tokens * SHAPE.D, tile, d_live[j])
@@ -393,7 +396,9 @@ def _row_gradients(
                 d_pairs += _term_backward(d_live, given, d_given, k, carried, update, pair, tile)
             d_pairs += _term_backward(d_live, given, d_given, count - 1, carried, last, pair, tile)
     if len(d_given.updates) > 0:
-        place = d_given.coefficients + (carried * STREAMS + pair)[None, :] * tokens + token[:, None]
+        # Not by `token`, which would occupy registers throughout the loop.
+        first = d_given.coefficients + tl.program_id(0).to(tl.int64) * SHAPE.TOKENS
+        place = first + ((carried * STREAMS + pair)[None, :] * tokens + tl.arange(0, SHAPE.TOKENS)[:, None])
         known = present[:, None] & (pair < (count - carried) * STREAMS)[None, :]
         tl.store(place, tl.load(place, known, other=0.0) + d_pairs, known)
 
