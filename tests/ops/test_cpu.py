@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,13 +19,14 @@ from numba.core import event
 from dualres import ops
 from dualres.model.block import Recompute, recompute_blocks
 from dualres.ops import GateParameters, Live, Norm, Prefix, autograd, cpu, reference
-from dualres.ops.cpu import compiler, launch, rows
+from dualres.ops.cpu import compiler, launch, pointers
 from dualres.plan.activations import LiveBytes
 from dualres.residual import route
 from dualres.residual.live import appended
 from tests.small import RESIDUALS, model_config, random_tokens, relative_error, stirred
 
 ROOT = Path(__file__).parents[2]
+OPERATORS = (autograd.prefix, autograd.read, autograd.hyper_read, autograd.write)
 
 
 @pytest.fixture
@@ -38,7 +40,7 @@ def three_threads() -> Any:
 @pytest.fixture(params=["pytorch's threads", "own threads"])
 def either_kind(request: Any, monkeypatch: Any, three_threads: Any) -> None:
     """PyTorch's OpenMP threads, and those of a system where they cannot be reached."""
-    for operator in (autograd.prefix, autograd.read, autograd.hyper_read, autograd.write):
+    for operator in OPERATORS:
         monkeypatch.setattr(operator, "plans", {})  # which pack how threads are reached
     if request.param == "own threads":
         monkeypatch.setattr(launch, "pytorch_threads", lambda: None)
@@ -92,33 +94,38 @@ def test_readers_do_not_disturb_each_other(either_kind: Any):
             assert all(map(torch.equal, found, wanted))
 
 
-@pytest.mark.parametrize("gated", [True, False], ids=["gates", "no gates"])
-def test_a_sum_over_many_tokens_keeps_its_digits(gated: bool):
-    """Where every token adds the same, a plain float32 sum of 100,000 is off by 1e-4."""
-    width, tokens, streams = 5, 100_000, 1 + gated
-    values = torch.Generator().manual_seed(0)
-    shapes = [(streams, width), (width,), *([(2, 2, width), (1,), (2,)] * 2 + [(1, 2, width), (1,), (1,)]) * gated]
-    parameters = [torch.randn(shape, generator=values) for shape in shapes]
-    state, update = torch.randn(streams, 1, 1, width, generator=values), torch.randn(1, 1, width, generator=values)
+@pytest.mark.parametrize(("name", "bound"), [("read", 1e-6), ("gated_read", 1e-6), ("hyper_read", 5e-6)])
+def test_a_sum_over_many_tokens_keeps_its_digits(name: str, bound: float):
+    """Where every token adds the same, a plain float32 sum of 100,000 is off by 1e-4 and more."""
+    width, tokens = 5, 100_000
+    streams, gate_sizes = {"read": (1, ()), "gated_read": (2, (2, 2, 1)), "hyper_read": (4, (4, 4, 16))}[name]
+    numbers = torch.Generator().manual_seed(0)
+    shapes = [(streams, width), (width,), *[s for n in gate_sizes for s in ((n, streams, width), (1,), (n,))]]
+    parameters = [torch.randn(shape, generator=numbers) for shape in shapes]
+    state, updates = (torch.randn(n, 1, 1, width, generator=numbers) for n in (streams, 1))
+    coefficients = torch.ones(1, streams, 1, 1)
+    if name == "hyper_read":  # mixing needs streams that are no multiples of each other
+        updates, coefficients = (torch.randn(2, *x.shape[1:], generator=numbers) for x in (updates, coefficients))
     found = []
     for of, dtype, count in ((ops, torch.float32, tokens), (reference, torch.float64, 1)):
         query, weight, *rest = leaves = [parameter.to(dtype).requires_grad_() for parameter in parameters]
         gates = [GateParameters(*rest[n : n + 3]) for n in range(0, len(rest), 3)]
         history = state.to(dtype).expand(streams, 1, count, width).contiguous()
         prefix = Prefix(history, torch.zeros(streams, 1, count, dtype=dtype))
-        live = Live(
-            (update.to(dtype).expand(1, count, width).contiguous(),), torch.ones(1, streams, 1, count, dtype=dtype)
-        )
-        own: Any = {"query": query, "eps": 1e-6, "norm": Norm(weight, 1e-5)}
-        if gated:
-            h, *_, after = of.gated_read(prefix, live, gates=gates, route=route.DUAL, **own)
-            result = h[..., 0].sum() + after.coefficients[..., 0, :, :].sum()
+        rows = updates.to(dtype).expand(-1, 1, count, width).contiguous()
+        live = Live(tuple(rows), coefficients.to(dtype).expand(-1, streams, 1, count).contiguous())
+        own: Any = {"eps": 1e-6, "norm": Norm(weight, 1e-5)}
+        if name == "gated_read":
+            h, *_, after = of.gated_read(prefix, live, query=query, gates=gates, route=route.DUAL, **own)
+        elif name == "hyper_read":
+            h, after = of.hyper_read(live, gates=gates, steps=20, **own)
         else:
-            h = of.read(prefix, live, route=route.SINGLE, **own)
-            result = (h if of is reference else h[0])[..., 0].sum()
-        found.append(torch.autograd.grad(result, leaves))
+            h = of.read(prefix, live, query=query, route=route.SINGLE, **own)
+            h, after = (h if of is reference else h[0]), live
+        result = h[..., 0].sum() + after.coefficients[..., 0, :, :].sum()
+        found.append(torch.autograd.grad(result, leaves[name == "hyper_read" :]))
     for ours, wanted in zip(*found, strict=True):
-        assert relative_error(ours, tokens * wanted) < 1e-6
+        assert relative_error(ours, tokens * wanted) < bound
 
 
 def retrieved() -> torch.Tensor:
@@ -146,13 +153,13 @@ def test_kernels_of_other_sources_are_forgotten(tmp_path: Path, monkeypatch: Any
     """numba itself would go on with what a kernel's helpers were when it was compiled."""
     monkeypatch.setattr(compiler, "SOURCES", tmp_path)
     kept = tmp_path / "kernels"
-    (tmp_path / "rows.py").write_text("one")
+    (tmp_path / "tiles.py").write_text("one")
     compiler.remove_stale(kept)
-    kernel = kept / "rows.add.nbi"
+    kernel = kept / "tiles.add.nbi"
     kernel.write_text("compiled")
     compiler.remove_stale(kept)
     assert kernel.exists()
-    (tmp_path / "rows.py").write_text("two")
+    (tmp_path / "tiles.py").write_text("two")
     compiler.remove_stale(kept)
     assert not kernel.exists()
 
@@ -215,34 +222,75 @@ def test_no_tokens():
     assert not queries.grad.any()
 
 
-def moved(tensor: torch.Tensor, offset: int) -> torch.Tensor:
-    """A copy so many numbers behind the start of its memory, which PyTorch aligns."""
-    memory = torch.empty(tensor.numel() + offset)
-    return memory[offset:].view(tensor.shape).copy_(tensor).requires_grad_()
+def every_operator(width: int, place: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
+    """Results of all operators and their gradients, for inputs that `place` copies somewhere."""
+    numbers = torch.Generator().manual_seed(width)
+    shapes: list[tuple[int, ...]] = [*[(2, 1, 21, width)] * 3, (2, 2, width), *[(1, 21, width)] * 3, (width,)]
+    shapes += [shape for values in (2, 2, 1) for shape in ((values, 2, width), (1,), (values,))]
+    shapes += [shape for values in (3, 3, 9) for shape in ((values, 3, width), (1,), (values,))]
+    leaves = [place(torch.randn(shape, generator=numbers)).requires_grad_() for shape in shapes]
+    history, queries, updates = leaves[:3], leaves[3], leaves[4:7]
+    norm, gates = Norm(leaves[7], 1e-5), [GateParameters(*leaves[n : n + 3]) for n in range(8, 26, 3)]
+    both: Any = {"route": route.DUAL, "eps": 1e-6}
+    prefix, _ = ops.prefix(history, queries, **both)
+    h, prefix, live = ops.gated_read(prefix, None, query=None, gates=gates[:2], norm=norm, **both)
+    live = appended(live, updates[0])
+    again, _, live = ops.gated_read(prefix, live, query=queries[0], gates=gates[:3], norm=None, **both)
+    results = [h, again, ops.write(appended(live, updates[1]))]
+    prefix = ops.prefix([state[:1] for state in history], queries[:, :1], route=route.SINGLE, eps=1e-6)[0]
+    live = Live(tuple(updates[:2]), torch.ones(2, 1, 1, 21))
+    h, _, after = ops.read(prefix, live, query=queries[0, :1], route=route.SINGLE, norm=norm, eps=1e-6)
+    assert after is not None
+    results += [h, ops.write(after), ops.rms_norm(updates[0][None], norm)]
+    live = Live((updates[0],), torch.ones(1, 3, 1, 21))
+    h, live = ops.hyper_read(live, gates=gates[3:], steps=4, eps=1e-6, norm=norm)
+    again, live = ops.hyper_read(appended(live, updates[1]), gates=gates[3:], steps=4, eps=1e-6, norm=None)
+    results += [h, again, ops.write(appended(live, updates[2]))]
+    return [*results, *torch.autograd.grad(torch.stack([x.square().sum() for x in results]).sum(), leaves)]
+
+
+WIDTHS = (8, 16, 24, 33, 64, 100)
 
 
 def test_results_do_not_depend_on_addresses():
-    for width in (8, 16, 24, 33, 64, 100):
-        numbers = torch.Generator().manual_seed(width)
-        shapes: list[tuple[int, ...]] = [*[(2, 1, 5, width)] * 3, (2, 2, width), *[(1, 5, width)] * 2]
-        shapes += [shape for values in (2, 2, 1) for shape in ((values, 2, width), (1,), (values,))]
-        given, outcomes = [torch.randn(shape, generator=numbers) for shape in shapes], set()
+    for width in WIDTHS:
+        outcomes = set()
         for offset in (0, 1, 4, 7, 16):
-            leaves = [moved(tensor, offset) for tensor in given]
-            queries, first, second = leaves[3:6]
-            gates = [GateParameters(*leaves[g : g + 3]) for g in (6, 9, 12)]
-            used: Any = {"route": route.DUAL, "eps": 1e-6}
-            prefix, _ = ops.prefix(leaves[:3], queries, **used)
-            h, prefix, live = ops.gated_read(prefix, None, query=None, gates=gates[:2], norm=None, **used)
-            live = appended(live, first)
-            again, _, live = ops.gated_read(prefix, live, query=queries[0], gates=gates, norm=None, **used)
-            results = [h, again, ops.write(appended(live, second))]
-            results += torch.autograd.grad(torch.stack([x.square().sum() for x in results]).sum(), leaves)
+
+            def moved(tensor: torch.Tensor, offset: int = offset) -> torch.Tensor:
+                """A copy so many numbers behind the start of its memory, which PyTorch aligns."""
+                memory = torch.empty(tensor.numel() + offset)
+                return memory[offset:].view(tensor.shape).copy_(tensor)
+
+            results = every_operator(width, moved)
             outcomes.add(b"".join(x.detach().numpy().tobytes() for x in results))
         assert len(outcomes) == 1, f"width {width}"
 
 
-@pytest.mark.parametrize(("function", "ours"), [(rows.integers.py_func, True), (math.hypot, False)])
+def test_nothing_is_written_beyond_a_result(monkeypatch: Any):
+    """Every result and gradient that a kernel fills in lies within memory that stays as it was."""
+    memories: list[tuple[torch.Tensor, int]] = []
+    border = 64  # numbers on either side
+
+    def within_borders(shape: tuple[int, ...], strides: tuple[int, ...], **kind: Any) -> torch.Tensor:
+        count = math.prod(shape)
+        memory = torch.full((count + 2 * border,), -7.0, **kind)
+        memories.append((memory, count))
+        return memory[border : border + count].view(shape)
+
+    for operator in OPERATORS:
+        monkeypatch.setattr(operator, "plans", {})  # which hold allocators
+    monkeypatch.setattr(torch, "empty_strided", within_borders)
+    for width in WIDTHS:
+        wanted = [x.detach().clone() for x in every_operator(width, torch.clone)]
+        assert all(x.isfinite().all() for x in wanted)
+    assert len(memories) > 20 * len(WIDTHS)
+    for memory, count in memories:
+        assert (memory[:border] == -7).all()
+        assert (memory[border + count :] == -7).all(), f"beyond {count} numbers"
+
+
+@pytest.mark.parametrize(("function", "ours"), [(pointers.integers.py_func, True), (math.hypot, False)])
 def test_a_kernel_that_is_compiled_is_logged(function: Any, ours: bool, caplog: pytest.LogCaptureFixture):
     caplog.set_level("INFO")
     caplog.clear()

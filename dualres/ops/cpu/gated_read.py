@@ -24,6 +24,7 @@ from dualres.ops.cpu.lanes import (
     write,
 )
 from dualres.ops.cpu.launch import kernel, unpack
+from dualres.ops.cpu.pointers import integers, pointer, prefetch_to_write, size_of
 from dualres.ops.cpu.read_inputs import (
     ReadInputs,
     Sizes,
@@ -36,7 +37,6 @@ from dualres.ops.cpu.read_inputs import (
     tile_of,
     write_branch_input,
 )
-from dualres.ops.cpu.rows import integers, pointer, prefetch_to_write, size_of
 from dualres.ops.cpu.tiles import FLUSH, SQUARE, add_to_sums, coefficient_at, copy_rows, read_ahead, stream_at
 
 # Rows of parameters: q^o; W of the gate values α⁰, α¹, β⁰ and β¹ by output; W_ρ by stream; the norm's weight.
@@ -439,14 +439,14 @@ def _stream_gradients(buffers: Any, begin: int, tokens: int, inputs: Any, kind: 
 def _term_gradients(buffers: Any, begin: int, tokens: int, inputs: Any, kind: Any) -> None:
     """dC_k = M(ρ) d_next[k]; for terms with gradients of their own also + u_k·dP, and du_k = Σ_j C_k^j dP^j."""
     rows, parts, stride, size = buffers.rows, buffers.parts, inputs.stride, size_of(kind)
-    row, begun, rho = row_of(stride, ROWS), begin * inputs.width * size_of(kind), get(buffers.numbers, RHO_VALUE)
+    row, offset, rho = row_of(stride, ROWS), begin * inputs.width * size_of(kind), get(buffers.numbers, RHO_VALUE)
     swap = spread(1.0) - rho
     for k in range(inputs.terms):
         a, b = _pair(inputs.next_coefficients, k, begin, tokens, inputs)
         x, y = fma(rho, a, swap * b), fma(rho, b, swap * a)
         if k >= inputs.carried:
-            update = integers(inputs.updates)[k] + begun
-            d_update = integers(inputs.d_updates)[k - inputs.carried] + begun
+            update = integers(inputs.updates)[k] + offset
+            d_update = integers(inputs.d_updates)[k - inputs.carried] + offset
             coefficients = coefficient_at(inputs.coefficients, k, 0, begin, inputs)
             for t in range(tokens):
                 one, two = spread(0.0), spread(0.0)

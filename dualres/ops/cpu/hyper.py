@@ -37,7 +37,7 @@ from dualres.ops.cpu.lanes import (
     zero_block,
 )
 from dualres.ops.cpu.launch import address_of, kernel, unpack
-from dualres.ops.cpu.rows import integers, pointer, size_of
+from dualres.ops.cpu.pointers import integers, pointer, size_of
 from dualres.ops.cpu.tiles import FLUSH, SQUARE, add_to_sums, coefficient_at, copy_rows
 
 WIDE = 1024  # numbers per token, in all streams: with more, a tile has half as many tokens, to stay cached
@@ -590,18 +590,18 @@ def _term_gradients(buffers: Any, begin: int, tokens: int, matrix: int, inputs: 
     streams, stride, count = inputs.streams, inputs.stride, inputs.terms
     updates, d_updates = integers(inputs.updates), integers(inputs.d_updates)
     d_live, rows, parts = buffers.d_live, buffers.mixed, buffers.parts
-    begun = begin * inputs.width * size_of(kind)
+    offset = begin * inputs.width * size_of(kind)
     for k in range(count):
         fresh = k >= inputs.carried
         if fresh:
-            copy_rows(rows, 0, updates[k] + begun, tokens, inputs.width, stride, kind)
+            copy_rows(rows, 0, updates[k] + offset, tokens, inputs.width, stride, kind)
             for t in range(tokens):
                 for d in range(0, inputs.width, LANES):
                     x = spread(0.0)
                     for j in range(streams):
                         c = number_at(coefficient_at(inputs.coefficients, k, j, begin, inputs), t)
                         x = fma(c, get(d_live, t * inputs.row + j * stride + d), x)
-                    place = d_updates[k - inputs.carried] + begun + (t * inputs.width + d) * size_of(kind)
+                    place = d_updates[k - inputs.carried] + offset + (t * inputs.width + d) * size_of(kind)
                     write(place, kind, inputs.width - d, x)
         for j in range(streams):
             x = spread(0.0)
@@ -626,11 +626,11 @@ def _backward(first: int, last: int, totals: int, scratch: int, table: int, kind
     for n in range(0, inputs.gate_rows * inputs.row, LANES):
         put(buffers.d_weights, n, spread(0.0))
     for begin in range(first, last, inputs.tile):
-        tokens, begun = min(inputs.tile, last - begin), begin * inputs.width * size
+        tokens, offset = min(inputs.tile, last - begin), begin * inputs.width * size
         _live_streams(buffers, begin, tokens, inputs, kind)
         _project(buffers, tokens, inputs)
         matrix = _gates(buffers, tokens, inputs)
-        copy_rows(buffers.gradient, 0, inputs.h + begun, tokens, inputs.width, inputs.stride, kind)
+        copy_rows(buffers.gradient, 0, inputs.h + offset, tokens, inputs.width, inputs.stride, kind)
         if inputs.norm != 0:
             _mix(buffers, tokens, inputs)
             _normalize_backward(buffers, d_norm, tokens, inputs)

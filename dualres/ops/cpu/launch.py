@@ -48,7 +48,7 @@ from numba.core import cgutils
 from torch import Tensor
 
 from dualres.ops.cpu.compiler import compiled, intrinsic
-from dualres.ops.cpu.rows import LINE, pointer
+from dualres.ops.cpu.pointers import LINE, pointer
 
 MIN_TOKENS = 16  # per thread: with fewer, waking it costs more than its work
 MEMORY, STEP, PARTS, SUMS = 2, 3, 5, 9  # places in a job: address of its memory, a part's bytes, parts, sums

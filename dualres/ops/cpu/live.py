@@ -12,7 +12,7 @@ from dualres.ops.cpu import lanes
 from dualres.ops.cpu.compiler import compiled
 from dualres.ops.cpu.lanes import LANES, fma, get, number_at, put, spread, total
 from dualres.ops.cpu.launch import address_of, kernel, unpack
-from dualres.ops.cpu.rows import integers, pointer, prefetch_to_write, size_of
+from dualres.ops.cpu.pointers import integers, pointer, prefetch_to_write, size_of
 from dualres.ops.cpu.tiles import AHEAD, coefficient_at, read_ahead, stream_at
 
 
@@ -71,7 +71,8 @@ def _write(first: int, last: int, _: int, scratch: int, table: int, kind: Any) -
 
 def write_backward(d_live: Tensor, arguments: WriteArguments, gradients: WriteArguments) -> None:
     inputs = _write_inputs(arguments, d_live, gradients)
-    _write_backward(inputs, inputs.tokens, d_live.dtype, inputs.width)
+    row = -(-inputs.width // LANES) * LANES
+    _write_backward(inputs, inputs.tokens, d_live.dtype, row)
 
 
 @compiled
@@ -83,13 +84,13 @@ def _set_coefficient(k: int, j: int, t: int, value: float, inputs: Any) -> None:
 @compiled
 def _pair_backward(t: int, k: int, j: int, partial: int, inputs: Any, kind: Any) -> None:
     """Streams j and j + 1 in du_k = Σ_j C_k^j dP^j, summed over pairs in a row; dC_k^j = u_k · dP^j if learned."""
-    other, learned, fresh = min(j + 1, inputs.streams - 1), inputs.d_coefficients != 0, k - inputs.carried
+    other, learned, n = min(j + 1, inputs.streams - 1), inputs.d_coefficients != 0, k - inputs.carried
     row, other_row = stream_at(inputs.live, j, t, inputs, kind), stream_at(inputs.live, other, t, inputs, kind)
     a, b = number_at(coefficient_at(inputs.coefficients, k, j, t, inputs), 0), spread(0.0)
     if other != j:
         b = number_at(coefficient_at(inputs.coefficients, k, other, t, inputs), 0)
-    d_update = stream_at(integers(inputs.d_updates)[fresh], 0, t, inputs, kind)
-    update = stream_at(integers(inputs.updates)[fresh], 0, t, inputs, kind) if learned else row
+    d_update = stream_at(integers(inputs.d_updates)[n], 0, t, inputs, kind)
+    update = stream_at(integers(inputs.updates)[n], 0, t, inputs, kind) if learned else row
     product = other_product = spread(0.0)
     for d in range(0, inputs.width, LANES):
         at, left = d * size_of(kind), inputs.width - d
@@ -98,7 +99,9 @@ def _pair_backward(t: int, k: int, j: int, partial: int, inputs: Any, kind: Any)
         if learned:
             u = read_ahead(update + at, kind, left)
             product, other_product = fma(u, x, product), fma(u, y, other_product)
-        z = fma(a, x, b * y)
+        z = a * x
+        if other != j:
+            z = fma(b, y, z)
         if j > 0:
             z = z + get(partial, d)
         if j + 2 < inputs.streams:

@@ -11,6 +11,7 @@ from numba import types
 from dualres.ops.cpu.compiler import compiled
 from dualres.ops.cpu.lanes import LANES, fma, get, inverse_rms, number_at, put, read, sigmoid, spread, sums, write
 from dualres.ops.cpu.launch import kernel, unpack
+from dualres.ops.cpu.pointers import integers, prefetch_to_write, size_of
 from dualres.ops.cpu.read_inputs import (
     ReadInputs,
     Sizes,
@@ -23,7 +24,6 @@ from dualres.ops.cpu.read_inputs import (
     tile_of,
     write_branch_input,
 )
-from dualres.ops.cpu.rows import integers, prefetch_to_write, size_of
 from dualres.ops.cpu.tiles import FLUSH, SQUARE, add_to_sums, coefficient_at, copy_rows, read_ahead, stream_at
 
 # Rows of parameters: the query, the norm's weight.
@@ -49,7 +49,7 @@ def _live_streams(buffers: Any, begin: int, tokens: int, inputs: Any, kind: Any)
     """P^j = Σ_k C_k^j u_k of a tile; parts of |P^key|² and q·P^key."""
     updates, rows, parts = integers(inputs.updates), buffers.rows, buffers.parts
     stride, size = inputs.stride, size_of(kind)
-    row, key, begun = row_of(stride, ROWS), integers(inputs.key)[0], begin * inputs.width * size_of(kind)
+    row, key, offset = row_of(stride, ROWS), integers(inputs.key)[0], begin * inputs.width * size_of(kind)
     d_updates, fresh = integers(inputs.d_updates), inputs.terms - inputs.carried if is_backward(inputs) else 0
     for j in range(inputs.streams):
         carrier = stream_at(inputs.d_carrier, j, begin, inputs, kind)
@@ -59,12 +59,12 @@ def _live_streams(buffers: Any, begin: int, tokens: int, inputs: Any, kind: Any)
                 x = spread(0.0)
                 at, left = (t * inputs.width + d) * size, inputs.width - d
                 for k in range(inputs.terms):
-                    u = read_ahead(updates[k] + begun + at, kind, left)
+                    u = read_ahead(updates[k] + offset + at, kind, left)
                     x = fma(number_at(coefficient_at(inputs.coefficients, k, j, begin, inputs), t), u, x)
                 if inputs.d_carrier != 0:
                     prefetch_to_write(carrier + at)
                 for k in range(fresh):
-                    prefetch_to_write(d_updates[k] + begun + at)
+                    prefetch_to_write(d_updates[k] + offset + at)
                 put(rows, t * row + (LIVE + j) * stride + d, x)
                 square, score = fma(x, x, square), fma(x, get(buffers.parameters, QUERY * stride + d), score)
             if j == key:
@@ -102,8 +102,8 @@ def _merged(buffers: Any, t: int, d: int, begin: int, live: int, written: int, i
 def _merge(buffers: Any, begin: int, tokens: int, inputs: Any, kind: Any) -> None:
     """m = λ h̃ + (1 − λ) P^value of a tile, or h̃ without a live state, and the inverse norm of m."""
     numbers, stride = buffers.numbers, inputs.stride
-    begun, live = begin * inputs.width * size_of(kind), (LIVE + integers(inputs.value)[0]) * stride
-    written = (inputs.d_retrieved if is_backward(inputs) else inputs.h) + begun
+    offset, live = begin * inputs.width * size_of(kind), (LIVE + integers(inputs.value)[0]) * stride
+    written = (inputs.d_retrieved if is_backward(inputs) else inputs.h) + offset
     for t in range(tokens):
         square = square_too = spread(0.0)
         for d in range(0, inputs.width - LANES, 2 * LANES):
@@ -143,7 +143,7 @@ def plain_read(first: int, last: int, _: int, scratch: int, table: int, kind: An
 def _merge_backward(buffers: Any, begin: int, tokens: int, inputs: Any, kind: Any) -> None:
     """dm of a tile, through the norm if there is one, and dh̃; parts of dm·(P^value − h̃)."""
     rows, numbers, stride, row = buffers.rows, buffers.numbers, inputs.stride, row_of(inputs.stride, ROWS)
-    norm, begun = buffers.parameters + 4 * NORM * stride, begin * inputs.width * size_of(kind)
+    norm, offset = buffers.parameters + 4 * NORM * stride, begin * inputs.width * size_of(kind)
     live = (LIVE + integers(inputs.value)[0]) * stride
     if inputs.norm != 0:
         mixed, factors = rows + 4 * MIXED * stride, numbers + 4 * FACTOR
@@ -153,7 +153,7 @@ def _merge_backward(buffers: Any, begin: int, tokens: int, inputs: Any, kind: An
         own, factor = number_at(numbers, OWN + t), number_at(numbers, FACTOR + t)
         shrink = number_at(numbers, SHRINK + t)
         for d in range(0, inputs.width, LANES):
-            place, at, left = begun + (t * inputs.width + d) * size_of(kind), t * row + d, inputs.width - d
+            place, at, left = offset + (t * inputs.width + d) * size_of(kind), t * row + d, inputs.width - d
             x = read(inputs.h + place, kind, left)
             if inputs.norm != 0:
                 x, y = factor * x, get(rows, at + MIXED * stride)

@@ -29,7 +29,7 @@ from dualres.ops.cpu.lanes import (
     write,
 )
 from dualres.ops.cpu.launch import kernel, unpack
-from dualres.ops.cpu.rows import LINE, integers, pointer, prefetch, prefetch_to_write, size_of
+from dualres.ops.cpu.pointers import LINE, integers, pointer, prefetch, prefetch_to_write, size_of
 from dualres.ops.cpu.tiles import copy_rows
 
 TILE_BYTES = 1 << 15  # of the rows of a tile, which should stay in the nearest cache

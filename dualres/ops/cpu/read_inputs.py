@@ -10,10 +10,10 @@ from dualres.ops.arguments import ReadArguments
 from dualres.ops.cpu.compiler import compiled
 from dualres.ops.cpu.lanes import LANES, fma, get, number_at, put, spread, sums, write
 from dualres.ops.cpu.launch import address_of
-from dualres.ops.cpu.rows import size_of
+from dualres.ops.cpu.pointers import size_of
 from dualres.ops.cpu.tiles import SQUARE, read_ahead
 
-TILE = 4096  # numbers in a row of all tokens of a tile, which should stay in the nearest cache
+TILE = 4096  # numbers in one row of every token of a tile: all rows of a tile fit the second cache
 
 
 class ReadInputs(NamedTuple):

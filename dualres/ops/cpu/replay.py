@@ -20,9 +20,9 @@ from dualres.ops import checks
 from dualres.ops.arguments import BlockArguments, PrefixArguments, ReadArguments, WriteArguments
 from dualres.ops.cpu.launch import MEMORY, MIN_TOKENS, STEP, recorded, run_here
 from dualres.ops.cpu.live import write
+from dualres.ops.cpu.pointers import LINE
 from dualres.ops.cpu.prefix import prefix, stream_addresses
 from dualres.ops.cpu.read import read
-from dualres.ops.cpu.rows import LINE
 
 MAX_TOKENS = 2 * MIN_TOKENS - 1  # with more, a kernel uses several threads
 MAX_RECORDINGS = 1024

@@ -7,7 +7,7 @@ from numba import types
 
 from dualres.ops.cpu.compiler import compiled
 from dualres.ops.cpu.lanes import LANES, put, read
-from dualres.ops.cpu.rows import pointer, prefetch, size_of
+from dualres.ops.cpu.pointers import pointer, prefetch, size_of
 
 SQUARE = LANES * LANES  # numbers: a vector for each token of a tile
 FLUSH = 64  # tokens, rounded up to whole tiles, whose gradients are summed in float32
