@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 
 from dualres.config.schema import Config
-from dualres.hub.llama import their_config, their_tensors
+from dualres.hub.llama import tensor_names, their_config, their_tensors
 from dualres.model.decoder import build_decoder
 from dualres.model.generation import generate
 from dualres.ops import Norm
@@ -58,7 +58,8 @@ class Contender(ABC):
         """The loss of the batch, with its graph."""
 
     @abstractmethod
-    def parameters(self) -> list[nn.Parameter]: ...
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """By Llama's names, as far as it has them."""
 
     @abstractmethod
     def step(self) -> None:
@@ -67,6 +68,13 @@ class Contender(ABC):
     @abstractmethod
     def generate(self, prompts: Tensor, new_tokens: int) -> Tensor:
         """Continue prompts greedily, token by token, with a cache. (B,T) -> (B,new tokens)"""
+
+    def share_weights(self, other: "Contender") -> None:
+        """Use another contender's memory for equal weights: where they lie changes how long a matrix product takes."""
+        others = other.parameters()
+        for name, parameter in self.parameters().items():
+            if name in others and others[name].shape == parameter.shape:
+                parameter.data = others[name].data
 
     def random_tokens(self, batch: int, length: int) -> Tensor:
         """The same for every contender. -> (B,T)"""
@@ -80,14 +88,15 @@ class Contender(ABC):
 
     def memory(self) -> Memory:
         """Count the tensors of one step."""
-        for parameter in self.parameters():
+        parameters = self.parameters().values()
+        for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
-        older = [tensor for parameter in self.parameters() for tensor in (parameter, parameter.grad)]
+        older = [tensor for parameter in parameters for tensor in (parameter, parameter.grad)]
         with LiveBytes([tensor for tensor in older if tensor is not None]) as live:
             loss = self.loss()
             kept = live.now
             loss.backward()
-        for parameter in self.parameters():
+        for parameter in parameters:
             parameter.grad = None
         return Memory(live.peak, kept)
 
@@ -104,8 +113,10 @@ class Ours(Contender):
     def loss(self) -> Tensor:
         return self.engine.wrapped(self.sequences)
 
-    def parameters(self) -> list[nn.Parameter]:
-        return list(self.engine.wrapped.parameters())
+    def parameters(self) -> dict[str, nn.Parameter]:
+        decoder = self.engine.decoder
+        names = tensor_names(decoder) if self.config.model.moe is None else {}
+        return {names.get(name, name): parameter for name, parameter in decoder.named_parameters()}
 
     def step(self) -> None:
         self.engine.accumulate([MicroBatch(self.sequences, 1.0)])
@@ -142,8 +153,8 @@ class Llama(Contender):
         with self.autocast:
             return self.model(tokens, labels=targets, shift_labels=targets, use_cache=False).loss
 
-    def parameters(self) -> list[nn.Parameter]:
-        return list(self.model.parameters())
+    def parameters(self) -> dict[str, nn.Parameter]:
+        return dict(self.model.named_parameters())
 
     def step(self) -> None:
         self.model.train()

@@ -9,7 +9,8 @@ Alternatives (`contenders.py`) are what a user would pick instead: an eager Llam
 weights, loss and AdamW; AttnRes-Block as its pseudocode; mHC-4 by the package hyper-connections.
 
 All contenders take turns within a round, in an order that rotates from round to round, and a ratio compares the times
-of one round; the spread is from the lowest to the highest. Memory is counted, tensor by tensor, while a step runs: all
+of one round; the spread is from the lowest to the highest. Contenders train the same weights, in one place in memory:
+where weights lie changes how long a matrix product takes. Memory is counted, tensor by tensor, while a step runs: all
 except parameters, their gradients and the optimizer's moments, at its peak and at the end of the forward pass. With
 `--compile`, the first step shows the time of a compilation with empty caches, Llama stays eager, and no tokens are
 generated.
@@ -130,9 +131,11 @@ def config_of(name: str, arguments: argparse.Namespace, **model: int) -> Config:
     return dataclasses.replace(config, model=dataclasses.replace(config.model, **size), train=train)
 
 
-def ready(name: str, config: Config, world: World) -> tuple[Contender, float]:
-    """A contender after its first steps, and the seconds that the first took."""
+def ready(name: str, config: Config, world: World, shares: Contender | None = None) -> tuple[Contender, float]:
+    """A contender after its first steps, which shares the weights of another; the seconds that the first took."""
     model = contender(name, config, world)
+    if shares is not None:
+        model.share_weights(shares)
     with contextlib.nullcontext() if config.train.compile == "off" else fresh_cache():
         first = seconds(model.step)
     for _ in range(WARMUP - 1):
@@ -149,7 +152,7 @@ def compare(configs: dict[str, Config], arguments: argparse.Namespace, world: Wo
     contenders: dict[str, Contender] = {}
     results: dict[str, Any] = {}
     for name, config in configs.items():
-        contenders[name], first = ready(name, config, world)
+        contenders[name], first = ready(name, config, world, shares=contenders.get("standard"))
         results[name] = {"first": first, "step": []}
         say(f"{name} is ready")
     names = list(contenders)

@@ -46,7 +46,21 @@ def test_llama_has_the_weights_loss_and_optimizer_of_standard(benchmarks, tied):
         assert torch.equal(llama.generate(prompts, 5), ours.generate(prompts, 5))
         ours.step()
         llama.step()
-    assert sum(p.numel() for p in llama.parameters()) == sum(p.numel() for p in ours.parameters())
+    assert list(llama.parameters()) == [name for name in llama.parameters() if name in ours.parameters()]
+    assert len(llama.parameters()) == len(ours.parameters())
+
+
+def test_contenders_share_the_weights_of_their_branches(benchmarks):
+    contenders, _ = benchmarks
+    ours, dual, llama = (built(contenders, name) for name in ("standard", "dar-block", "llama"))
+    wanted = dual.loss().item()
+    for other in (dual, llama):
+        other.share_weights(ours)
+    assert dual.loss().item() == pytest.approx(wanted, rel=1e-6)
+    for name, weight in ours.parameters().items():
+        assert dual.parameters()[name].data_ptr() == llama.parameters()[name].data_ptr() == weight.data_ptr()
+    ours.step()
+    assert llama.loss().item() == pytest.approx(ours.loss().item(), rel=1e-5)
 
 
 def test_plain_attnres_is_attnres(benchmarks):
