@@ -59,7 +59,7 @@ class Contender(ABC):
 
     @abstractmethod
     def parameters(self) -> dict[str, nn.Parameter]:
-        """By Llama's names, as far as it has them."""
+        """Under Llama's names where Llama has them."""
 
     @abstractmethod
     def step(self) -> None:

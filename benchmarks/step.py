@@ -131,11 +131,11 @@ def config_of(name: str, arguments: argparse.Namespace, **model: int) -> Config:
     return dataclasses.replace(config, model=dataclasses.replace(config.model, **size), train=train)
 
 
-def ready(name: str, config: Config, world: World, shares: Contender | None = None) -> tuple[Contender, float]:
-    """A contender after its first steps, which shares the weights of another; the seconds that the first took."""
+def ready(name: str, config: Config, world: World, other: Contender | None = None) -> tuple[Contender, float]:
+    """A contender after its first steps, with the weights of another, and the seconds that the first step took."""
     model = contender(name, config, world)
-    if shares is not None:
-        model.share_weights(shares)
+    if other is not None:
+        model.share_weights(other)
     with contextlib.nullcontext() if config.train.compile == "off" else fresh_cache():
         first = seconds(model.step)
     for _ in range(WARMUP - 1):
@@ -152,7 +152,7 @@ def compare(configs: dict[str, Config], arguments: argparse.Namespace, world: Wo
     contenders: dict[str, Contender] = {}
     results: dict[str, Any] = {}
     for name, config in configs.items():
-        contenders[name], first = ready(name, config, world, shares=contenders.get("standard"))
+        contenders[name], first = ready(name, config, world, contenders.get("standard"))
         results[name] = {"first": first, "step": []}
         say(f"{name} is ready")
     names = list(contenders)

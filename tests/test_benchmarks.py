@@ -46,8 +46,8 @@ def test_llama_has_the_weights_loss_and_optimizer_of_standard(benchmarks, tied):
         assert torch.equal(llama.generate(prompts, 5), ours.generate(prompts, 5))
         ours.step()
         llama.step()
-    assert list(llama.parameters()) == [name for name in llama.parameters() if name in ours.parameters()]
-    assert len(llama.parameters()) == len(ours.parameters())
+    shapes = [{name: p.shape for name, p in model.parameters().items()} for model in (ours, llama)]
+    assert shapes[0] == shapes[1]
 
 
 def test_contenders_share_the_weights_of_their_branches(benchmarks):

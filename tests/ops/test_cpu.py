@@ -212,6 +212,14 @@ def test_what_is_not_finite_is_seen(bad: float):
     assert not torch.isfinite(found[:, 0, 1]).all()
 
 
+def test_an_infinite_gradient_of_one_stream_is_passed_on():
+    """A write takes streams in pairs, and the last of an odd number has no partner: 0 · ∞ would be NaN."""
+    update = torch.randn(1, 3, 24, requires_grad=True)
+    state = ops.write(Live((update,), torch.full((1, 1, 1, 3), 2.0)))
+    (found,) = torch.autograd.grad(state, update, torch.full_like(state, math.inf))
+    assert torch.equal(found, torch.full_like(found, math.inf))
+
+
 def test_no_tokens():
     history = [torch.randn(2, 0, 3, 24, requires_grad=True) for _ in range(2)]
     queries = torch.randn(1, 2, 24, requires_grad=True)

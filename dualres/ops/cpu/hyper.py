@@ -33,6 +33,7 @@ from dualres.ops.cpu.lanes import (
     sums,
     total,
     where_greater,
+    whole_vectors,
     write,
     zero_block,
 )
@@ -98,7 +99,7 @@ def _inputs(arguments: HyperReadArguments, h: Tensor, next_coefficients: Tensor,
     """The inputs, and the size of a part's own memory."""
     terms, streams, *_ = arguments.coefficients.shape
     values, block = streams * (streams + 2), 4 * LANES
-    stride, gate_rows = -(-h.shape[-1] // LANES) * LANES, -(-values // 4) * 4
+    stride, gate_rows = whole_vectors(h.shape[-1]), -(-values // 4) * 4
     length = -(-streams * stride // block) * block
     row = length + LANES  # no power of two: otherwise the tokens of a tile would evict each other from the cache
     tile, slots = LANES if length <= WIDE else LANES // 2, 2 * arguments.steps if backward else 2
@@ -113,7 +114,7 @@ def _inputs(arguments: HyperReadArguments, h: Tensor, next_coefficients: Tensor,
         gate_values=2 * streams * LANES,
         logits=streams * streams * LANES,
         trace=slots * streams * streams * LANES,
-        exact=2 * -(-streams * streams // LANES) * LANES,
+        exact=2 * whole_vectors(streams * streams),
         gradient=tile * stride if backward else 0,
         d_after=tile * row + 4 * stride if backward else 0,
         d_live=tile * row if backward else 0,

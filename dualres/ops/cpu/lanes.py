@@ -26,6 +26,11 @@ WORDS, FLOATS, HALVES = (ir.VectorType(kind, LANES) for kind in (WORD, ir.FloatT
 SHORTS = ir.VectorType(ir.IntType(16), LANES)
 
 
+def whole_vectors(count: int) -> int:
+    """How many numbers whole vectors hold that have room for `count`."""
+    return -(-count // LANES) * LANES
+
+
 class Lanes(types.Type):
     """The type of a vector."""
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from dualres.ops.arguments import WriteArguments
 from dualres.ops.cpu import lanes
 from dualres.ops.cpu.compiler import compiled
-from dualres.ops.cpu.lanes import LANES, fma, get, number_at, put, spread, total
+from dualres.ops.cpu.lanes import LANES, fma, get, number_at, put, spread, total, whole_vectors
 from dualres.ops.cpu.launch import address_of, kernel, unpack
 from dualres.ops.cpu.pointers import integers, pointer, prefetch_to_write, size_of
 from dualres.ops.cpu.tiles import AHEAD, coefficient_at, read_ahead, stream_at
@@ -71,8 +71,7 @@ def _write(first: int, last: int, _: int, scratch: int, table: int, kind: Any) -
 
 def write_backward(d_live: Tensor, arguments: WriteArguments, gradients: WriteArguments) -> None:
     inputs = _write_inputs(arguments, d_live, gradients)
-    row = -(-inputs.width // LANES) * LANES
-    _write_backward(inputs, inputs.tokens, d_live.dtype, row)
+    _write_backward(inputs, inputs.tokens, d_live.dtype, whole_vectors(inputs.width))
 
 
 @compiled

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dualres.ops.arguments import ReadArguments
 from dualres.ops.cpu.compiler import compiled
-from dualres.ops.cpu.lanes import LANES, fma, get, number_at, put, spread, sums, write
+from dualres.ops.cpu.lanes import LANES, fma, get, number_at, put, spread, sums, whole_vectors, write
 from dualres.ops.cpu.launch import address_of
 from dualres.ops.cpu.pointers import size_of
 from dualres.ops.cpu.tiles import SQUARE, read_ahead
@@ -65,7 +65,7 @@ def read_inputs(arguments: ReadArguments, h: Tensor, next_coefficients: Tensor, 
         0 if coefficients is None else coefficients.shape[1],
         math.prod(retrieved.shape[1:-1]),
         width,
-        -(-width // LANES) * LANES,
+        whole_vectors(width),
         arguments.eps,
         arguments.norm_eps,
         h.data_ptr(),

@@ -396,7 +396,7 @@ def _row_gradients(
                 d_pairs += _term_backward(d_live, given, d_given, k, carried, update, pair, tile)
             d_pairs += _term_backward(d_live, given, d_given, count - 1, carried, last, pair, tile)
     if len(d_given.updates) > 0:
-        # Not by `token`, which would occupy registers throughout the loop.
+        # Offsets are computed anew: `token` would occupy registers throughout the loop.
         first = d_given.coefficients + tl.program_id(0).to(tl.int64) * SHAPE.TOKENS
         place = first + ((carried * STREAMS + pair)[None, :] * tokens + tl.arange(0, SHAPE.TOKENS)[:, None])
         known = present[:, None] & (pair < (count - carried) * STREAMS)[None, :]
